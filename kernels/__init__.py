@@ -1,0 +1,1 @@
+"""The mathematics of linattn, without nn.Module: primitives, forms and associative operators."""

@@ -1,0 +1,86 @@
+"""Which implementation runs: one place that resolves names, and the only one that loads them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+
+from torch import Tensor
+
+from linattn_cli.kernels.registry import PRIMITIVES
+from linattn_cli.kernels.types import Impl
+
+_overrides: dict[tuple[str, str], Callable] = {}
+
+
+@lru_cache(maxsize=1)
+def triton_available() -> bool:
+    """Whether Triton can be imported here."""
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def triton_interpreted() -> bool:
+    """Whether Triton runs in its interpreter (`TRITON_INTERPRET=1` before it was imported)."""
+    if not triton_available():
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret) if hasattr(triton, "knobs") else False
+
+
+def why_not_triton(operator: str, tensor: Tensor) -> str | None:
+    """The reason triton cannot run `operator` on `tensor`, or None when it can."""
+    if "triton" not in PRIMITIVES[operator].impls:
+        return f"{operator} has no triton implementation yet"
+    if not triton_available():
+        return "the triton package is not installed"
+    if tensor.is_cuda:
+        import torch
+
+        if torch.cuda.get_device_capability(tensor.device) < (8, 0):
+            return "the GPU is older than compute capability 8.0"
+        return None
+    if triton_interpreted():
+        return None
+    return f"the tensors are on {tensor.device.type}, not on a GPU"
+
+
+def resolve(operator: str, impl: str | Impl, tensor: Tensor) -> str:
+    """The name of the implementation of a primitive that `impl` means for `tensor`.
+
+    An explicit request never falls back: it raises `ValueError` with the reason and the remedy.
+    """
+    wanted = Impl.parse(impl)
+    if wanted is Impl.AUTO:
+        return "triton" if tensor.is_cuda and why_not_triton(operator, tensor) is None else "chunk"
+    if wanted is Impl.SCAN:
+        raise ValueError(f"{operator} has no impl 'scan'; forms have it, primitives are reference, chunk or triton")
+    if wanted is Impl.TRITON and (reason := why_not_triton(operator, tensor)) is not None:
+        raise ValueError(f"impl='triton' was asked for but {reason}; use impl='chunk'")
+    return wanted.value
+
+
+def load(operator: str, impl: str) -> Callable:
+    """The function behind a resolved implementation name."""
+    override = _overrides.get((operator, impl))
+    if override is not None:
+        return override
+    package = PRIMITIVES[operator].package
+    module = importlib.import_module(f"linattn_cli.kernels.{package}.{impl}")
+    return getattr(module, f"{operator}_{impl}")
+
+
+@contextmanager
+def override(operator: str, impl: str, function: Callable) -> Iterator[None]:
+    """Replace one implementation for the duration of a block; how planted bugs are tested."""
+    _overrides[operator, impl] = function
+    try:
+        yield
+    finally:
+        del _overrides[operator, impl]

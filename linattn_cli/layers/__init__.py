@@ -1,0 +1,1 @@
+"""One nn.Module per mixer: projections plus one call of a form."""

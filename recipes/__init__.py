@@ -1,0 +1,1 @@
+"""Packaged recipes: one commented YAML file per experiment."""
