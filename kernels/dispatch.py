@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
-from torch import Tensor
-
 from linattn_cli.kernels.registry import PRIMITIVES
 from linattn_cli.kernels.types import Impl
+from torch import Tensor
 
 _overrides: dict[tuple[str, str], Callable] = {}
 
@@ -60,7 +59,9 @@ def resolve(operator: str, impl: str | Impl, tensor: Tensor) -> str:
     if wanted is Impl.AUTO:
         return "triton" if tensor.is_cuda and why_not_triton(operator, tensor) is None else "chunk"
     if wanted is Impl.SCAN:
-        raise ValueError(f"{operator} has no impl 'scan'; forms have it, primitives are reference, chunk or triton")
+        raise ValueError(
+            f"{operator} has no impl 'scan'; forms have it, primitives are reference, chunk or triton"
+        )
     if wanted is Impl.TRITON and (reason := why_not_triton(operator, tensor)) is not None:
         raise ValueError(f"impl='triton' was asked for but {reason}; use impl='chunk'")
     return wanted.value

@@ -118,7 +118,9 @@ MIXERS: dict[str, Mixer] = {
                 "normalise_gate": Option(True, "divide the gain by its norm"),
                 "feature_map": _FEATURE_MAP,
                 "readout": Option("ratio", "divide by phi(q).z, or not", ("ratio", "raw")),
-                "beta": Option("none", "scale the write direction by a learned sigmoid gate", ("none", "sigmoid")),
+                "beta": Option(
+                    "none", "scale the write direction by a learned sigmoid gate", ("none", "sigmoid")
+                ),
             },
         ),
     )

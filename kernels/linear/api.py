@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from linattn_cli.kernels import dispatch
 from linattn_cli.kernels.types import Impl, ScanOutput
 from linattn_cli.kernels.validate import check_linear
+from torch import Tensor
 
 
 def linear_scan(

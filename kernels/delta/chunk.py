@@ -1,0 +1,180 @@
+"""The chunkwise delta scan in PyTorch: exact, differentiable, on CPU and CUDA. Derivation: README.md."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from linattn_cli.kernels.chunk_algebra import masked, scale_rows, sum_groups
+from linattn_cli.kernels.decay import ChunkDecay, across, chunk_decay, drop_first_row, earlier, later
+from linattn_cli.kernels.layout import (
+    choose_chunk_size,
+    decay_to_chunks,
+    flip_log_decay,
+    from_chunks,
+    queries_from_chunks,
+    queries_to_chunks,
+    to_chunks,
+)
+from linattn_cli.kernels.types import state_dtype
+
+
+def delta_scan_chunk(
+    q: Tensor,
+    p: Tensor,
+    a: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    reverse: bool,
+    chunk_size: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`delta_scan` in chunks; see its docstring for the recurrence and shapes."""
+    if reverse:
+        return _reversed(q, p, a, v, log_decay, initial_state, chunk_size)
+    batch, tokens, heads, key_dim = p.shape
+    size = choose_chunk_size(tokens, chunk_size)
+    dtype = state_dtype(p.dtype)
+    if initial_state is None:
+        initial_state = p.new_zeros(batch, heads, key_dim, v.shape[3], dtype=dtype)
+    o, final_state, residual = _DeltaChunk.apply(
+        queries_to_chunks(q, heads, size, dtype),
+        to_chunks(p, size, dtype),
+        to_chunks(a, size, dtype),
+        to_chunks(v, size, dtype),
+        None if log_decay is None else decay_to_chunks(log_decay, size, dtype),
+        initial_state,
+    )
+    o = queries_from_chunks(o, q.shape[2], size, tokens, v.dtype)
+    return o, final_state, from_chunks(residual, tokens, dtype)
+
+
+def _reversed(q, p, a, v, log_decay, initial_state, chunk_size) -> tuple[Tensor, Tensor, Tensor]:
+    """The reversed scan is the forward one on flipped tokens.
+
+    A token decays the state as it leaves. The forward scan reads with `p` before the decay it applies, so
+    the shifted decay joins `p`.
+    """
+    p = p.flip(1)
+    leaving = None
+    if log_decay is not None:
+        log_decay, leaving = flip_log_decay(log_decay.to(state_dtype(p.dtype)), shift=True)
+        p = (p * log_decay.exp().unsqueeze(-1)).to(p.dtype)
+    o, final_state, residual = delta_scan_chunk(
+        q.flip(1),
+        p,
+        a.flip(1),
+        v.flip(1),
+        log_decay=log_decay,
+        initial_state=initial_state,
+        reverse=False,
+        chunk_size=chunk_size,
+    )
+    return o.flip(1), final_state if leaving is None else leaving * final_state, residual.flip(1)
+
+
+class _Interactions(NamedTuple):
+    """What the tokens of a chunk do to each other, from the inputs alone.
+
+    overwrite  [..., C, C]    N: what token t reads of the write of token s < t
+    scores     [..., G C, C]  what query t reads of the write of token s <= t
+    decay      the factors of the chunk, None without a log-decay
+    """
+
+    overwrite: Tensor
+    scores: Tensor
+    decay: ChunkDecay | None
+
+
+def _interactions(q: Tensor, p: Tensor, a: Tensor, log_decay: Tensor | None) -> _Interactions:
+    decay = None if log_decay is None else chunk_decay(log_decay)
+    overwrite = masked(p @ a.mT, decay and decay.before, -1)
+    return _Interactions(overwrite, masked(q @ a.mT, decay and decay.pair, 0), decay)
+
+
+def _solve(overwrite: Tensor, right: Tensor, *, transposed: bool = False) -> Tensor:
+    """`(I + N)^-1 right`, or `(I + N)^-T right`; N is strictly lower triangular."""
+    if transposed:
+        return torch.linalg.solve_triangular(overwrite.mT, right, upper=True, unitriangular=True)
+    return torch.linalg.solve_triangular(overwrite, right, upper=False, unitriangular=True)
+
+
+class _DeltaChunk(torch.autograd.Function):
+    """Chunked tensors q `[B, H, N, G C, K]`, p, a `[B, H, N, C, K]`, v `[B, H, N, C, V]`.
+
+    Only the residuals and the state at the start of every chunk are kept for the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q, p, a, v, log_decay, initial_state):
+        own = _interactions(q, p, a, log_decay)
+        decay = own.decay
+        right = torch.cat((v, scale_rows(p, decay and decay.ahead)), dim=-1)
+        from_values, from_state = _solve(own.overwrite, right).split((v.shape[-1], p.shape[-1]), dim=-1)
+        writing = scale_rows(a, decay and decay.end).mT
+
+        residual = torch.empty_like(v)
+        starts = v.new_empty(*v.shape[:3], p.shape[-1], v.shape[-1])
+        state = initial_state
+        for n in range(v.shape[2]):
+            starts[:, :, n] = state
+            residual[:, :, n] = from_values[:, :, n] - from_state[:, :, n] @ state
+            kept = state if decay is None else decay.total[:, :, n, None, None] * state
+            state = kept + writing[:, :, n] @ residual[:, :, n]
+        o = own.scores @ residual
+        o += scale_rows(q, decay and decay.start) @ starts
+        ctx.save_for_backward(q, p, a, log_decay, residual, starts)
+        return o, state, residual
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_o, d_final, d_residual):  # type: ignore[override]
+        with torch.autocast(d_o.device.type, enabled=False):
+            return _delta_backward(*ctx.saved_tensors, d_o, d_final, d_residual)
+
+
+def _delta_backward(q, p, a, log_decay, residual, starts, d_o, d_final, d_residual):
+    size = p.shape[-2]
+    overwrite, scores, decay = _interactions(q, p, a, log_decay)
+    a_to_end = scale_rows(a, decay and decay.end)
+    right = torch.cat((scores.mT @ d_o + d_residual, a_to_end), dim=-1)
+    inside, through = _solve(overwrite, right, transposed=True).split((d_o.shape[-1], a.shape[-1]), dim=-1)
+    q_writing = scale_rows(q, decay and decay.start).mT @ d_o
+    p_reading = scale_rows(p, decay and decay.ahead).mT
+
+    d_v = torch.empty_like(residual)
+    d_ends = torch.empty_like(starts)
+    d_state = d_final
+    for n in reversed(range(starts.shape[2])):
+        d_ends[:, :, n] = d_state
+        d_v[:, :, n] = inside[:, :, n] + through[:, :, n] @ d_state
+        kept = d_state if decay is None else decay.total[:, :, n, None, None] * d_state
+        d_state = kept + q_writing[:, :, n] - p_reading[:, :, n] @ d_v[:, :, n]
+
+    d_overwrite = masked(d_v @ residual.mT, decay and decay.before, -1)
+    d_scores = masked(d_o @ residual.mT, decay and decay.pair, 0)
+    q_from_start = scale_rows(d_o @ starts.mT, decay and decay.start)
+    p_from_start = scale_rows(d_v @ starts.mT, decay and decay.ahead)
+    a_end = scale_rows(residual @ d_ends.mT, decay and decay.end)
+    d_q = d_scores @ a + q_from_start
+    d_p = -(d_overwrite @ a + p_from_start)
+    d_a = d_scores.mT @ q - d_overwrite.mT @ p + a_end
+    d_log_decay = None
+    if decay is not None:
+        # d_scores and scores both carry the decay: pair the first with the bare products
+        score_pairs = sum_groups(d_scores * (q @ a.mT), size)
+        overwrite_pairs = d_overwrite * (p @ a.mT)
+        reads = sum_groups((q * q_from_start).sum(-1, keepdim=True), size).squeeze(-1)
+        d_log_decay = (
+            across(score_pairs)
+            - across(drop_first_row(overwrite_pairs))
+            + later(reads)
+            - later((p * p_from_start).sum(-1), strict=True)
+            + earlier((a * a_end).sum(-1))
+            + (decay.total * (starts * d_ends).sum((-2, -1))).unsqueeze(-1)
+        )
+    return d_q, d_p, d_a, d_v, d_log_decay, d_state

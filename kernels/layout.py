@@ -1,0 +1,97 @@
+"""Moving between the public layout `[B, T, H, D]` and the layouts the implementations work in."""
+
+from __future__ import annotations
+
+import torch
+from linattn_cli.kernels.types import state_dtype
+from torch import Tensor
+
+TARGET_CHUNK = 64
+"""Chunks come out no longer than this: intra-chunk work grows with C, the loop over chunks with T / C."""
+
+
+def choose_chunk_size(tokens: int, requested: int | None) -> int:
+    """Tokens a chunk: as asked for, else the split of T into equal chunks of at most `TARGET_CHUNK`.
+
+    Equal chunks waste no padding: 73 tokens become two chunks of 37, not one of 64 and one of 9.
+
+    >>> choose_chunk_size(73, None), choose_chunk_size(64, None), choose_chunk_size(5, None)
+    (37, 64, 5)
+    """
+    if requested is not None:
+        return min(requested, tokens)
+    chunks = -(-tokens // TARGET_CHUNK)
+    return -(-tokens // chunks)
+
+
+def to_chunks(x: Tensor, chunk_size: int, dtype: torch.dtype) -> Tensor:
+    """`[B, T, H, D]` -> contiguous `[B, H, N, C, D]` in `dtype`, zero-padded at the end."""
+    batch, tokens, heads, dim = x.shape
+    chunks = -(-tokens // chunk_size)
+    x = x.to(dtype)
+    if chunks * chunk_size != tokens:
+        x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, chunks * chunk_size - tokens))
+    return x.view(batch, chunks, chunk_size, heads, dim).permute(0, 3, 1, 2, 4).contiguous()
+
+
+def from_chunks(x: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+    """`[B, H, N, C, D]` -> contiguous `[B, T, H, D]` in `dtype`, the padding cut off."""
+    batch, heads, chunks, chunk_size, dim = x.shape
+    x = x.permute(0, 2, 3, 1, 4).reshape(batch, chunks * chunk_size, heads, dim)
+    return x[:, :tokens].to(dtype).contiguous()
+
+
+def queries_to_chunks(q: Tensor, heads: int, chunk_size: int, dtype: torch.dtype) -> Tensor:
+    """`[B, T, Q, K]` -> `[B, H, N, G * C, K]`: the queries of one group share the chunk of their key head."""
+    grouped = to_chunks(q, chunk_size, dtype)
+    groups = q.shape[2] // heads
+    if groups == 1:
+        return grouped
+    batch, _, chunks, _, dim = grouped.shape
+    grouped = grouped.view(batch, heads, groups, chunks, chunk_size, dim).transpose(2, 3)
+    return grouped.reshape(batch, heads, chunks, groups * chunk_size, dim)
+
+
+def queries_from_chunks(
+    o: Tensor, query_heads: int, chunk_size: int, tokens: int, dtype: torch.dtype
+) -> Tensor:
+    """`[B, H, N, G * C, D]` -> `[B, T, Q, D]`, the inverse of `queries_to_chunks`."""
+    batch, heads, chunks, _, dim = o.shape
+    groups = query_heads // heads
+    if groups > 1:
+        o = o.view(batch, heads, chunks, groups, chunk_size, dim).transpose(2, 3)
+        o = o.reshape(batch, query_heads, chunks, chunk_size, dim)
+    return from_chunks(o, tokens, dtype)
+
+
+def decay_to_chunks(log_decay: Tensor, chunk_size: int, dtype: torch.dtype) -> Tensor:
+    """`[B, T, H]` -> `[B, H, N, C]`; padding tokens do not decay."""
+    return to_chunks(log_decay.unsqueeze(-1), chunk_size, dtype).squeeze(-1)
+
+
+def time_first(x: Tensor) -> tuple[Tensor, ...]:
+    """`[B, T, H, D]` -> T tensors `[B, H, D]` in the state dtype, for the serial loops."""
+    return x.to(state_dtype(x.dtype)).transpose(0, 1).contiguous().unbind(0)
+
+
+def queries_time_first(q: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """`[B, T, Q, K]` -> T tensors `[B, H, G, K]` in the state dtype."""
+    return tuple(x.unflatten(1, (heads, q.shape[2] // heads)) for x in time_first(q))
+
+
+def stack_tokens(outputs: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """T tensors `[B, H, G, V]` -> `[B, T, Q, V]`."""
+    return torch.stack(outputs, dim=1).flatten(2, 3).to(dtype)
+
+
+def flip_log_decay(log_decay: Tensor, *, shift: bool) -> tuple[Tensor, Tensor | None]:
+    """Log-decays `[B, T, H]` for a scan on flipped tokens, and the factor left for the final state.
+
+    With `shift`, each flipped token gets the decay of the token before it (in reversed time), the first none,
+    and the decay of the last one, `[B, H, 1, 1]`, is left over.
+    """
+    flipped = log_decay.flip(1)
+    if not shift:
+        return flipped, None
+    shifted = torch.nn.functional.pad(flipped[:, :-1], (0, 0, 1, 0))
+    return shifted, flipped[:, -1].exp()[..., None, None]
