@@ -10,10 +10,10 @@ from linattn_cli.kernels.monoids.base import Monoid, apply, decay_of, dot, neutr
 
 
 class AhlaSegment(NamedTuple):
-    """R `[..., K, K]`, `sum k q^T`, never decayed; P and E `[..., K, V]`; r `[...]`, the decay of P and E.
+    """R `[..., K, K]`, `sum k q^T`, never decayed; P, E `[..., K, V]`; r `[...]`, the decay of P and E.
 
-    R carries what the queries of a segment read from every P that came before. Both the P it meets and the E it
-    makes lose exactly one factor per token, so R itself must not.
+    R carries what the queries of a segment read from every P that came before. Both the P it meets and the
+    E it makes lose exactly one factor per token, so R itself must not.
     """
 
     R: Tensor

@@ -14,8 +14,8 @@ from torch import Tensor
 class Monoid:
     """An associative operator on segments of tokens; an element is a NamedTuple of tensors.
 
-    The fields of an element share leading dimensions (batch, time, heads, ...), which `combine` broadcasts over, so
-    that what is held once per key head has a group dimension of 1 beside one of G.
+    The fields of an element share leading dimensions (batch, time, heads, ...), which `combine` broadcasts
+    over, so that what is held once per key head has a group dimension of 1 beside one of G.
 
     combine   `combine(A, B)` summarises segment A followed by segment B
     identity  `identity(x)` is the summary of no token at all, shaped like the element x

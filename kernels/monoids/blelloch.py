@@ -34,9 +34,9 @@ def _interleave(even: Any, odd: Any, dim: int) -> Any:
 def exclusive_scan(monoid: Monoid, elements: Any, dim: int = 1) -> tuple[Any, Any]:
     """Prefixes before each element, and the total, both of them elements.
 
-    The up-sweep combines neighbours until one element is left (an odd one out is carried up as it is); the down-sweep
-    hands each pair the prefix before it: the left takes it, the right takes it combined with the left. Nothing
-    is written in place, so autograd runs through it.
+    The up-sweep combines neighbours until one element is left (an odd one out is carried up as it is); the
+    down-sweep hands each pair the prefix before it: the left takes it, the right takes it combined with the
+    left. Nothing is written in place, so autograd runs through it.
 
     elements  a NamedTuple of tensors that share the dimensions up to `dim`, time at `dim`
     returns   (prefixes, with T elements at `dim`; total, with one)

@@ -35,7 +35,7 @@ def token(
     log_b: Tensor | None = None,
     ridge: float = 0.0,
 ) -> Hla2Segment:
-    """`(k k^T, ra q v^T, (k (k.q) + ridge q) v^T, ra, rb)`; q, k `[..., K]`, v `[..., V]`, log_a, log_b `[...]`."""
+    """`(k k^T, ra q v^T, (k (k.q) + ridge q) v^T, ra, rb)`; q, k `[..., K]`, v `[..., V]`, logs `[...]`."""
     ra, rb = decay_of(log_a, k), decay_of(log_b, k)
     gain = dot(k, q) * k
     if ridge:
@@ -62,7 +62,7 @@ HLA2 = Monoid("hla2", combine, identity)
 
 
 class Hla2PaperSegment(NamedTuple):
-    """The paper's form (S, C, G): S `[..., K, K]`, C and G `[..., K, V]`; rs and rc `[...]`, decays of S and C.
+    """The paper's form (S, C, G): S `[..., K, K]`, C, G `[..., K, V]`; rs, rc `[...]`, decays of S and C.
 
     G decays by `rs rc`, so `moment` is rs = rc = g and `cascade` is rs = g, rc = 1. `mask` would need
     rc = 1 / g and has no such form.

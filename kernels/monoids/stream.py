@@ -1,6 +1,7 @@
 """Running a mixer through its operator: Blelloch over the tokens of a chunk, and over the chunk summaries.
 
-States of tokens exist for one chunk at a time, so memory is that of T / C summaries; the backward recomputes each chunk.
+States of tokens exist for one chunk at a time, so memory is that of T / C summaries; the backward recomputes
+each chunk.
 """
 
 from __future__ import annotations
