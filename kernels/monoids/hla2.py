@@ -105,12 +105,55 @@ def identity_paper(x: Hla2PaperSegment) -> Hla2PaperSegment:
 HLA2_PAPER = Monoid("hla2_paper", combine_paper, identity_paper)
 
 
+class Hla2PublishedSegment(NamedTuple):
+    """The paper's decayed serial update (S, C, G), made associative: R `[..., K, K]`, r `[...]` one decay.
+
+    `G_t = g_t G_{t-1} + k_t k_t^T C_{t-1}`: a C from before the segment loses every factor but that of the token
+    that reads it, so `R = sum_s (r / g_s) k_s k_s^T` must be carried beside S.
+    """
+
+    S: Tensor
+    C: Tensor
+    G: Tensor
+    R: Tensor
+    r: Tensor
+
+
+def token_published(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> Hla2PublishedSegment:
+    """`(k k^T, q v^T, 0, k k^T, g)`."""
+    S, C = outer(k, k), outer(q, v)
+    return Hla2PublishedSegment(S, C, C.new_zeros(C.shape), S, decay_of(log_decay, k))
+
+
+def combine_published(A: Hla2PublishedSegment, B: Hla2PublishedSegment) -> Hla2PublishedSegment:
+    """A first: `S, C: rB XA + XB`, `G = rB GA + GB + RB CA`, `R = rB RA + rA RB`.
+
+    This is what the published recurrence really computes; the operator printed beside it is another one.
+    """
+    return Hla2PublishedSegment(
+        S=scale(B.r, A.S) + B.S,
+        C=scale(B.r, A.C) + B.C,
+        G=scale(B.r, A.G) + B.G + B.R @ A.C,
+        R=scale(B.r, A.R) + scale(A.r, B.R),
+        r=A.r * B.r,
+    )
+
+
+def identity_published(x: Hla2PublishedSegment) -> Hla2PublishedSegment:
+    return neutral(x, ("r",))
+
+
+HLA2_PUBLISHED = Monoid("hla2_published", combine_published, identity_published)
+
+
 def read(x: Hla2Segment, q: Tensor) -> Tensor:
     """`o = H^T q`."""
     return apply(x.H, q)
 
 
-def read_paper(x: Hla2PaperSegment, q: Tensor, ridge: float = 0.0, masked: bool = True) -> Tensor:
+def read_paper(
+    x: Hla2PaperSegment | Hla2PublishedSegment, q: Tensor, ridge: float = 0.0, masked: bool = True
+) -> Tensor:
     """`o = C^T (S + ridge I) q - G^T q`; without the mask G is left out."""
     u = apply(x.S, q)
     if ridge:

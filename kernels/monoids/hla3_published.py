@@ -1,8 +1,8 @@
 """Segments of third-order HLA as published, with the dense segment maps `M^KQP[Z] = sum DK Z DP`.
 
 `DK = k k^T`, `DQ = q q^T`, `DP = k v^T`. It sums the index triples whose maximum is attained at least twice,
-which is not the causal third order of the paper's Theorem 7.1. The map holds K^3 V numbers a segment: fine for
-checking the operator at small K, never for training. With a column of ones appended to v, M also holds
+which is not the causal third order of the paper's Theorem 7.1. The map holds K^3 V numbers a segment: fine
+for checking the operator at small K, never for training. With a column of ones appended to v, M also holds
 `M^KQm`, and F holds eta.
 """
 

@@ -38,6 +38,7 @@ FAMILIES = {
     "penalty": (penalty.PENALTY, lambda q, k, v, logs: penalty.token(k)),
     "hla2": (hla2.HLA2, lambda q, k, v, logs: hla2.token(q, k, v, logs[0], logs[1], ridge=0.3)),
     "hla2_paper": (hla2.HLA2_PAPER, lambda q, k, v, logs: hla2.token_paper(q, k, v, logs[0], logs[1])),
+    "hla2_published": (hla2.HLA2_PUBLISHED, lambda q, k, v, logs: hla2.token_published(q, k, v, logs[0])),
     "ahla": (ahla.AHLA, lambda q, k, v, logs: ahla.token(q, k, v, logs[0])),
     "hla3": (hla3.HLA3, lambda q, k, v, logs: hla3.token(q, k, v, *logs)),
     "hla3_published": (
@@ -152,12 +153,13 @@ def test_the_fields_read_are_the_states_of_the_recurrences(decayed):
         return torch.zeros(B, K, width, dtype=torch.float64)
 
     S = empty(K)
-    H, H3, C, G, P, L, E, Y = (empty(V) for _ in range(8))
+    H, H3, C, G, C_pub, G_pub, P, L, E, Y = (empty(V) for _ in range(10))
     for t in range(tokens):
         at_, pt, ht = (x[:, t, None, None] for x in (a, p, h))
         q_row, k_row, v_row = (x[:, t, None, :] for x in (q, k, v))
         q_col, k_col = q_row.mT, k_row.mT
         G = at_ * pt * G + pt * k_col @ (k_row @ C)
+        G_pub, C_pub = at_ * G_pub + k_col @ (k_row @ C_pub), at_ * C_pub + q_col @ v_row
         S, C = at_ * S + k_col @ k_row, pt * C + q_col @ v_row
         H = pt * H + (S @ q_col) @ v_row
         P = pt * P + k_col @ v_row
@@ -177,6 +179,7 @@ def test_the_fields_read_are_the_states_of_the_recurrences(decayed):
         "hla2 H": (end["hla2"].H, H),
         "paper C": (end["hla2_paper"].C, C),
         "paper G": (end["hla2_paper"].G, G),
+        "published G": (end["hla2_published"].G, G_pub),
         "ahla E": (end["ahla"].E, E),
         "hla3 H": (end["hla3"].H, H3),
         "hla3 P": (end["hla3"].P, P),
