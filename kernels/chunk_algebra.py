@@ -5,32 +5,80 @@ Rows of queries come as `G * C`: the C tokens of a chunk for each of the G query
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 
-def carry(
-    writes: Tensor, total: Tensor | None, initial_state: Tensor, *, reverse: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The state at the start of every chunk, `[B, H, N, K, V]`, and after the last one.
+def carry(writes: Tensor, total: Tensor | None, initial_state: Tensor, *, reverse: bool = False) -> Tensor:
+    """The state at every chunk boundary, `[N + 1, B, H, K, V]`: chunk n lies between boundaries n and n + 1.
 
-    `S_{n+1} = total_n S_n + writes_n`; in reverse the state enters behind the last chunk.
+    `S_{n+1} = total_n S_n + writes_n`; in reverse the state enters behind the last chunk and
+    `S_n = total_n S_{n+1} + writes_n`.
     """
-    starts = torch.empty_like(writes)
-    state = initial_state
-    chunks = range(writes.shape[2])
-    for n in reversed(chunks) if reverse else chunks:
-        starts[:, :, n] = state
-        state = writes[:, :, n] + (state if total is None else total[:, :, n, None, None] * state)
-    return starts, state
+    states = writes.new_empty(writes.shape[0] + 1, *writes.shape[1:])
+    for n, before, after in _boundaries(states, initial_state, reverse):
+        if total is None:
+            torch.add(before, writes[n], out=after)
+        else:
+            torch.addcmul(writes[n], total[n, ..., None, None], before, out=after)
+    return states
+
+
+def advance_states(
+    initial_state: Tensor,
+    total: Tensor | None,
+    writing: Tensor,
+    residual: Tensor,
+    reading: Tensor,
+    *,
+    extra: Tensor | None = None,
+    reverse: bool = False,
+) -> Tensor:
+    """The state at every chunk boundary where what a chunk writes depends on the state it meets.
+
+    In chunk n, with S the state it meets::
+
+        residual_n += reading_n S                                (in place)
+        S'          = total_n S + writing_n residual_n + extra_n
+
+    writing `[N, B, H, K, C]`, reading `[N, B, H, C, K]`, residual `[N, B, H, C, V]`; boundaries as in `carry`.
+    """
+    chunks, batch, heads, _, value_dim = residual.shape
+    states = residual.new_empty(chunks + 1, batch, heads, writing.shape[-2], value_dim)
+    flat_writing, flat_reading, flat_residual = (x.flatten(1, 2) for x in (writing, reading, residual))
+    for n, before, after in _boundaries(states, initial_state, reverse):
+        flat_residual[n].baddbmm_(flat_reading[n], before.flatten(0, 1))
+        if total is None:
+            after.copy_(before)
+        else:
+            torch.mul(before, total[n, ..., None, None], out=after)
+        if extra is not None:
+            after += extra[n]
+        after.flatten(0, 1).baddbmm_(flat_writing[n], flat_residual[n])
+    return states
+
+
+def _boundaries(states: Tensor, initial_state: Tensor, reverse: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Chunk by chunk: its number, the state it meets and the place of the state it leaves."""
+    chunks = states.shape[0] - 1
+    states[chunks if reverse else 0] = initial_state
+    for n in reversed(range(chunks)) if reverse else range(chunks):
+        yield (n, states[n + 1], states[n]) if reverse else (n, states[n], states[n + 1])
 
 
 def masked(scores: Tensor, weights: Tensor | None, diagonal: int) -> Tensor:
-    """Causal mask and decay on scores `[..., G * C, C]`; the G query heads share their key head's weights."""
-    size = scores.shape[-1]
-    grouped = scores.unflatten(-2, (-1, size))
-    grouped = grouped.tril(diagonal) if weights is None else grouped * weights.unsqueeze(-3)
-    return grouped.flatten(-3, -2)
+    """Causal mask and decay on scores `[..., G * C, C]`, in place: they are the largest tensors of a chunk.
+
+    The G query heads share their key head's weights.
+    """
+    grouped = scores.unflatten(-2, (-1, scores.shape[-1]))
+    if weights is None:
+        grouped.tril_(diagonal)
+    else:
+        grouped *= weights.unsqueeze(-3)
+    return scores
 
 
 def sum_groups(x: Tensor, size: int) -> Tensor:

@@ -25,47 +25,38 @@ def choose_chunk_size(tokens: int, requested: int | None) -> int:
 
 
 def to_chunks(x: Tensor, chunk_size: int, dtype: torch.dtype) -> Tensor:
-    """`[B, T, H, D]` -> contiguous `[B, H, N, C, D]` in `dtype`, zero-padded at the end."""
+    """`[B, T, H, D]` -> contiguous `[N, B, H, C, D]` in `dtype`, zero-padded at the end.
+
+    Chunks come first, so that a loop over them works on contiguous slices.
+    """
     batch, tokens, heads, dim = x.shape
     chunks = -(-tokens // chunk_size)
     x = x.to(dtype)
     if chunks * chunk_size != tokens:
         x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, chunks * chunk_size - tokens))
-    return x.view(batch, chunks, chunk_size, heads, dim).permute(0, 3, 1, 2, 4).contiguous()
+    return x.view(batch, chunks, chunk_size, heads, dim).permute(1, 0, 3, 2, 4).contiguous()
 
 
 def from_chunks(x: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """`[B, H, N, C, D]` -> contiguous `[B, T, H, D]` in `dtype`, the padding cut off."""
-    batch, heads, chunks, chunk_size, dim = x.shape
-    x = x.permute(0, 2, 3, 1, 4).reshape(batch, chunks * chunk_size, heads, dim)
+    """`[N, B, H, C, D]` -> contiguous `[B, T, H, D]` in `dtype`, the padding cut off."""
+    chunks, batch, heads, chunk_size, dim = x.shape
+    x = x.permute(1, 0, 3, 2, 4).reshape(batch, chunks * chunk_size, heads, dim)
     return x[:, :tokens].to(dtype).contiguous()
 
 
 def queries_to_chunks(q: Tensor, heads: int, chunk_size: int, dtype: torch.dtype) -> Tensor:
-    """`[B, T, Q, K]` -> `[B, H, N, G * C, K]`: the queries of one group share the chunk of their key head."""
+    """`[B, T, Q, K]` -> `[N, B, H, G * C, K]`: the queries of one group share the chunk of their key head."""
     grouped = to_chunks(q, chunk_size, dtype)
-    groups = q.shape[2] // heads
-    if groups == 1:
-        return grouped
-    batch, _, chunks, _, dim = grouped.shape
-    grouped = grouped.view(batch, heads, groups, chunks, chunk_size, dim).transpose(2, 3)
-    return grouped.reshape(batch, heads, chunks, groups * chunk_size, dim)
+    return grouped.unflatten(2, (heads, -1)).flatten(3, 4)
 
 
-def queries_from_chunks(
-    o: Tensor, query_heads: int, chunk_size: int, tokens: int, dtype: torch.dtype
-) -> Tensor:
-    """`[B, H, N, G * C, D]` -> `[B, T, Q, D]`, the inverse of `queries_to_chunks`."""
-    batch, heads, chunks, _, dim = o.shape
-    groups = query_heads // heads
-    if groups > 1:
-        o = o.view(batch, heads, chunks, groups, chunk_size, dim).transpose(2, 3)
-        o = o.reshape(batch, query_heads, chunks, chunk_size, dim)
-    return from_chunks(o, tokens, dtype)
+def queries_from_chunks(o: Tensor, chunk_size: int, tokens: int, dtype: torch.dtype) -> Tensor:
+    """`[N, B, H, G * C, D]` -> `[B, T, Q, D]`, the inverse of `queries_to_chunks`."""
+    return from_chunks(o.unflatten(3, (-1, chunk_size)).flatten(2, 3), tokens, dtype)
 
 
 def decay_to_chunks(log_decay: Tensor, chunk_size: int, dtype: torch.dtype) -> Tensor:
-    """`[B, T, H]` -> `[B, H, N, C]`; padding tokens do not decay."""
+    """`[B, T, H]` -> `[N, B, H, C]`; padding tokens do not decay."""
     return to_chunks(log_decay.unsqueeze(-1), chunk_size, dtype).squeeze(-1)
 
 

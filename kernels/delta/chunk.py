@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from linattn_cli.kernels.chunk_algebra import masked, scale_rows, sum_groups
+from linattn_cli.kernels.chunk_algebra import advance_states, masked, scale_rows, sum_groups
 from linattn_cli.kernels.decay import ChunkDecay, across, chunk_decay, drop_first_row, earlier, later
 from linattn_cli.kernels.layout import (
     choose_chunk_size,
@@ -49,7 +49,7 @@ def delta_scan_chunk(
         None if log_decay is None else decay_to_chunks(log_decay, size, dtype),
         initial_state,
     )
-    o = queries_from_chunks(o, q.shape[2], size, tokens, v.dtype)
+    o = queries_from_chunks(o, size, tokens, v.dtype)
     return o, final_state, from_chunks(residual, tokens, dtype)
 
 
@@ -80,7 +80,8 @@ def _reversed(q, p, a, v, log_decay, initial_state, chunk_size) -> tuple[Tensor,
 class _Interactions(NamedTuple):
     """What the tokens of a chunk do to each other, from the inputs alone.
 
-    overwrite  [..., C, C]    N: what token t reads of the write of token s < t
+    overwrite  [..., C, C]    N: what token t reads of the write of token s < t; only the part below the
+                              diagonal means anything, and is all that `_solve` reads
     scores     [..., G C, C]  what query t reads of the write of token s <= t
     decay      the factors of the chunk, None without a log-decay
     """
@@ -92,19 +93,19 @@ class _Interactions(NamedTuple):
 
 def _interactions(q: Tensor, p: Tensor, a: Tensor, log_decay: Tensor | None) -> _Interactions:
     decay = None if log_decay is None else chunk_decay(log_decay)
-    overwrite = masked(p @ a.mT, decay and decay.before, -1)
+    overwrite = p @ a.mT if decay is None else (p @ a.mT) * decay.before
     return _Interactions(overwrite, masked(q @ a.mT, decay and decay.pair, 0), decay)
 
 
 def _solve(overwrite: Tensor, right: Tensor, *, transposed: bool = False) -> Tensor:
-    """`(I + N)^-1 right`, or `(I + N)^-T right`; N is strictly lower triangular."""
+    """`(I + N)^-1 right`, or `(I + N)^-T right`; N is what stands below the diagonal."""
     if transposed:
         return torch.linalg.solve_triangular(overwrite.mT, right, upper=True, unitriangular=True)
     return torch.linalg.solve_triangular(overwrite, right, upper=False, unitriangular=True)
 
 
 class _DeltaChunk(torch.autograd.Function):
-    """Chunked tensors q `[B, H, N, G C, K]`, p, a `[B, H, N, C, K]`, v `[B, H, N, C, V]`.
+    """Chunked tensors q `[N, B, H, G C, K]`, p, a `[N, B, H, C, K]`, v `[N, B, H, C, V]`.
 
     Only the residuals and the state at the start of every chunk are kept for the backward.
     """
@@ -117,18 +118,13 @@ class _DeltaChunk(torch.autograd.Function):
         from_values, from_state = _solve(own.overwrite, right).split((v.shape[-1], p.shape[-1]), dim=-1)
         writing = scale_rows(a, decay and decay.end).mT
 
-        residual = torch.empty_like(v)
-        starts = v.new_empty(*v.shape[:3], p.shape[-1], v.shape[-1])
-        state = initial_state
-        for n in range(v.shape[2]):
-            starts[:, :, n] = state
-            residual[:, :, n] = from_values[:, :, n] - from_state[:, :, n] @ state
-            kept = state if decay is None else decay.total[:, :, n, None, None] * state
-            state = kept + writing[:, :, n] @ residual[:, :, n]
+        residual = from_values.contiguous()
+        states = advance_states(initial_state, decay and decay.total, writing, residual, -from_state)
+        starts, final_state = states[:-1], states[-1]
         o = own.scores @ residual
         o += scale_rows(q, decay and decay.start) @ starts
         ctx.save_for_backward(q, p, a, log_decay, residual, starts)
-        return o, state, residual
+        return o, final_state.clone(), residual
 
     @staticmethod
     @once_differentiable
@@ -145,15 +141,11 @@ def _delta_backward(q, p, a, log_decay, residual, starts, d_o, d_final, d_residu
     inside, through = _solve(overwrite, right, transposed=True).split((d_o.shape[-1], a.shape[-1]), dim=-1)
     q_writing = scale_rows(q, decay and decay.start).mT @ d_o
     p_reading = scale_rows(p, decay and decay.ahead).mT
-
-    d_v = torch.empty_like(residual)
-    d_ends = torch.empty_like(starts)
-    d_state = d_final
-    for n in reversed(range(starts.shape[2])):
-        d_ends[:, :, n] = d_state
-        d_v[:, :, n] = inside[:, :, n] + through[:, :, n] @ d_state
-        kept = d_state if decay is None else decay.total[:, :, n, None, None] * d_state
-        d_state = kept + q_writing[:, :, n] - p_reading[:, :, n] @ d_v[:, :, n]
+    d_v = inside.contiguous()
+    d_states = advance_states(
+        d_final, decay and decay.total, -p_reading, d_v, through, extra=q_writing, reverse=True
+    )
+    d_ends, d_initial = d_states[1:], d_states[0]
 
     d_overwrite = masked(d_v @ residual.mT, decay and decay.before, -1)
     d_scores = masked(d_o @ residual.mT, decay and decay.pair, 0)
@@ -177,4 +169,4 @@ def _delta_backward(q, p, a, log_decay, residual, starts, d_o, d_final, d_residu
             + earlier((a * a_end).sum(-1))
             + (decay.total * (starts * d_ends).sum((-2, -1))).unsqueeze(-1)
         )
-    return d_q, d_p, d_a, d_v, d_log_decay, d_state
+    return d_q, d_p, d_a, d_v, d_log_decay, d_initial

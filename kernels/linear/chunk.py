@@ -47,7 +47,7 @@ def linear_scan_chunk(
         initial_state,
         exclusive,
     )
-    return queries_from_chunks(o, q.shape[2], size, tokens, v.dtype), final_state
+    return queries_from_chunks(o, size, tokens, v.dtype), final_state
 
 
 def _reversed(q, k, v, log_decay, initial_state, exclusive, chunk_size) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ def _reversed(q, k, v, log_decay, initial_state, exclusive, chunk_size) -> tuple
 
 
 class _LinearChunk(torch.autograd.Function):
-    """Chunked tensors q `[B, H, N, G C, K]`, k `[B, H, N, C, K]`, v `[B, H, N, C, V]`, log-decay `[B, H, N, C]`.
+    """Chunked tensors q `[N, B, H, G C, K]`, k `[N, B, H, C, K]`, v `[N, B, H, C, V]`, log-decay `[N, B, H, C]`.
 
     The backward recomputes the scores and runs the same two sweeps: one over chunks for the gradient of the
     state, one batch of matrix products for everything else.
@@ -84,7 +84,8 @@ class _LinearChunk(torch.autograd.Function):
         decay = None if log_decay is None else chunk_decay(log_decay)
         read, weights = _reading(decay, exclusive)
         writes = scale_rows(k, decay and decay.end).mT @ v
-        starts, final_state = carry(writes, decay and decay.total, initial_state)
+        states = carry(writes, decay and decay.total, initial_state)
+        starts, final_state = states[:-1], states[-1].clone()
         o = masked(q @ k.mT, weights, -1 if exclusive else 0) @ v
         o += scale_rows(q, read) @ starts
         ctx.save_for_backward(q, k, v, log_decay, starts)
@@ -111,18 +112,19 @@ def _linear_backward(q, k, v, log_decay, starts, exclusive, d_o, d_final):
     diagonal = -1 if exclusive else 0
     decay = None if log_decay is None else chunk_decay(log_decay)
     read, weights = _reading(decay, exclusive)
-    d_ends, d_initial = carry(scale_rows(q, read).mT @ d_o, decay and decay.total, d_final, reverse=True)
+    d_states = carry(scale_rows(q, read).mT @ d_o, decay and decay.total, d_final, reverse=True)
+    d_initial, d_ends = d_states[0], d_states[1:]
 
     d_scores = masked(d_o @ v.mT, weights, diagonal)
     scores = q @ k.mT
+    pairs = None if decay is None else sum_groups(d_scores * scores, size)
     q_from_start = scale_rows(d_o @ starts.mT, read)
     k_to_end = scale_rows(v @ d_ends.mT, decay and decay.end)
     d_q = d_scores @ k + q_from_start
     d_k = d_scores.mT @ q + k_to_end
     d_v = masked(scores, weights, diagonal).mT @ d_o + scale_rows(k, decay and decay.end) @ d_ends
     d_log_decay = None
-    if decay is not None:
-        pairs = sum_groups(d_scores * scores, size)
+    if decay is not None and pairs is not None:
         reads = sum_groups((q * q_from_start).sum(-1, keepdim=True), size).squeeze(-1)
         d_log_decay = (
             across(drop_first_row(pairs) if exclusive else pairs)

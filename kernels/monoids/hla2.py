@@ -108,8 +108,8 @@ HLA2_PAPER = Monoid("hla2_paper", combine_paper, identity_paper)
 class Hla2PublishedSegment(NamedTuple):
     """The paper's decayed serial update (S, C, G), made associative: R `[..., K, K]`, r `[...]` one decay.
 
-    `G_t = g_t G_{t-1} + k_t k_t^T C_{t-1}`: a C from before the segment loses every factor but that of the token
-    that reads it, so `R = sum_s (r / g_s) k_s k_s^T` must be carried beside S.
+    `G_t = g_t G_{t-1} + k_t k_t^T C_{t-1}`: a C from before the segment loses every factor but that of the
+    token that reads it, so `R = sum_s (r / g_s) k_s k_s^T` must be carried beside S.
     """
 
     S: Tensor

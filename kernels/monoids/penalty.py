@@ -1,4 +1,4 @@
-"""Segments of the penalty gain: the mass `P = sum u u^T` is additive, `A = (lambda0 I + P)^-1` read off it."""
+"""Segments of the penalty gain: the mass `P = sum u u^T` is additive, and A is the inverse of lambda0 I + P."""
 
 from __future__ import annotations
 

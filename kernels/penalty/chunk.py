@@ -43,12 +43,12 @@ def penalty_gain_chunk(
     )
     last_chunk = tokens - (tokens - 1) // size * size
     age = age + tokens if tokens <= size else last_chunk
-    x = queries_from_chunks(x, k.shape[2], size, tokens, k.dtype)
+    x = queries_from_chunks(x, size, tokens, k.dtype)
     return x, PenaltyState(final_mass, final_inverse, age)
 
 
 class _PenaltyChunk(torch.autograd.Function):
-    """Chunked tensors u `[B, H, N, C, K]`, k `[B, H, N, G C, K]`; mass and inverse `[B, H, K, K]`.
+    """Chunked tensors u `[N, B, H, C, K]`, k `[N, B, H, G C, K]`; mass and inverse `[B, H, K, K]`.
 
     With y = gain(u, dx), the same operator on the upstream gradient, `dk = y` and the gradient of M_t is
     `-y_t x_t^T`; u_s entered every M_t with t >= s.
@@ -56,18 +56,16 @@ class _PenaltyChunk(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, u, k, mass, first_inverse, lambda0: float):
-        sums = (u.mT @ u).cumsum(2)
-        later_inverses = inverse(mass.unsqueeze(2) + sums[:, :, :-1], lambda0)
-        starts = torch.cat((first_inverse.unsqueeze(2), later_inverses), dim=2)
+        sums = (u.mT @ u).cumsum(0)
+        starts = torch.cat((first_inverse.unsqueeze(0), inverse(mass + sums[:-1], lambda0)))
         projected = u @ starts
         gram = projected @ u.mT
         gram.diagonal(dim1=-2, dim2=-1).add_(1)
         downdates = torch.linalg.solve_triangular(torch.linalg.cholesky(gram), projected, upper=False)
         x = _apply_inverse(k, starts, downdates)
-        last = downdates[:, :, -1]
-        final_inverse = starts[:, :, -1] - last.mT @ last
+        final_inverse = starts[-1] - downdates[-1].mT @ downdates[-1]
         ctx.save_for_backward(u, x, starts, downdates, final_inverse)
-        return x, mass + sums[:, :, -1], final_inverse
+        return x, mass + sums[-1], final_inverse
 
     @staticmethod
     @once_differentiable
@@ -76,14 +74,10 @@ class _PenaltyChunk(torch.autograd.Function):
         with torch.autocast(u.device.type, enabled=False):
             y = _apply_inverse(d_x, starts, downdates)
             d_final = _symmetric(d_final_mass - final_inverse @ d_final_inverse @ final_inverse)
-            outer = y.mT @ x
-            through = -_symmetric(outer)
-            after = through.flip(2).cumsum(2).flip(2)
-            d_ends = torch.cat(
-                (after[:, :, 1:], torch.zeros_like(after[:, :, :1])), dim=2
-            ) + d_final.unsqueeze(2)
+            later = -_symmetric(y.mT @ x).flip(0).cumsum(0).flip(0)
+            d_ends = torch.cat((later[1:], torch.zeros_like(later[:1]))) + d_final
             d_u = u @ d_ends - masked(x @ u.mT, None, 0).mT @ y - masked(y @ u.mT, None, 0).mT @ x
-            d_mass = (after[:, :, 0] + d_final) / 2
+            d_mass = (later[0] + d_final) / 2
         return d_u, y, d_mass, None, None
 
 
