@@ -26,6 +26,14 @@ def run(tmp_path):
         yield folder
 
 
+@pytest.fixture(autouse=True)
+def synced(monkeypatch):
+    """Names of what was synced, without waiting for the disk."""
+    names = []
+    monkeypatch.setattr(os, "fsync", lambda fd: names.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name))
+    return names
+
+
 def save_steps(run, *steps):
     for step in steps:
         checkpoints.save(run.path, step, {name: t + step for name, t in MODEL.items()}, STATE)
@@ -157,6 +165,19 @@ def test_a_checkpoint_comes_back_bit_for_bit_and_two_are_kept(run):
         "model.safetensors",
         "state.pt",
     ]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(run, synced, monkeypatch):
+    rename = os.rename
+
+    def renamed(source, target):
+        assert synced == ["model.safetensors", "state.pt", "manifest.json", Path(source).name]
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    synced.clear()
+    save_steps(run, 1)
+    assert synced[-1] == "checkpoints"
 
 
 def test_no_checkpoint_yet_is_none_and_an_unknown_step_lists_the_others(run):
