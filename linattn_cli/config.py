@@ -271,7 +271,7 @@ def dump_recipe(config: RunConfig) -> str:
 
 
 def _refuse_leftovers(sources: Sources) -> None:
-    """A `--model` other than the recipe's keeps the backbone; options meant for another mixer are an error."""
+    """A `--model` other than the recipe's keeps the backbone; options of the other mixer are an error."""
     recipe = sources.recipe
     if recipe is None:
         return

@@ -1,0 +1,248 @@
+"""Options shared by the commands, so that each has one spelling and one help text, and their parsers.
+
+A `train`-like command takes one of each (`--n-pairs 8`). Commands over a grid take comma-separated lists
+under the plural name (`--n-pairs 4,8`, `--seq-lens 1k,128k`) as text, for `parse_ints` and its siblings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from linattn_cli.output import CliError
+
+T = TypeVar("T")
+
+_SUFFIXES = {"k": 1024, "m": 1024 * 1024}
+
+_OUTPUT = "Output"
+_RUN = "Run"
+_MODEL = "Model"
+_TASK = "Task"
+_TRAIN = "Training"
+_COMPUTE = "Compute"
+
+
+def parse_int(text: str, option: str = "the value") -> int:
+    """A whole number; `k` and `m` count in 1024s.
+
+    >>> parse_int("128k"), parse_int("73")
+    (131072, 73)
+    """
+    word = text.strip().lower()
+    factor = _SUFFIXES.get(word[-1:], 1)
+    digits = word[:-1] if factor > 1 else word
+    if not digits.isascii() or not digits.isdigit():
+        raise CliError(
+            f"{option}: {text!r} is not a whole number", hint="write 4096 or 4k, which is 4 * 1024"
+        )
+    return int(digits) * factor
+
+
+def parse_float(text: str, option: str = "the value") -> float:
+    """A finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise CliError(f"{option}: {text!r} is not a finite number", hint="write 0.001 or 1e-3")
+    return value
+
+
+def _parse_list(text: str, option: str, parse: Callable[[str], T]) -> list[T]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise CliError(f"{option}: {text!r} has an empty entry", hint=f"separate by commas: {option} a,b")
+    values = [parse(word) for word in words]
+    for index, value in enumerate(values):
+        if value in values[:index]:
+            raise CliError(f"{option}: {words[index]} is given twice", hint="give each value once")
+    return values
+
+
+def parse_ints(text: str, option: str = "the list") -> list[int]:
+    """A comma-separated list of whole numbers, each value once.
+
+    >>> parse_ints("4,8,1k")
+    [4, 8, 1024]
+    """
+    return _parse_list(text, option, lambda word: parse_int(word, option))
+
+
+def parse_floats(text: str, option: str = "the list") -> list[float]:
+    """A comma-separated list of finite numbers, each value once.
+
+    >>> parse_floats("1e-3,3e-4")
+    [0.001, 0.0003]
+    """
+    return _parse_list(text, option, lambda word: parse_float(word, option))
+
+
+def parse_names(text: str, valid: Iterable[str], option: str = "the list") -> list[str]:
+    """A comma-separated list of known names; `all` is every one of them.
+
+    >>> parse_names("vla,linear", ["linear", "vla"])
+    ['vla', 'linear']
+    """
+    known = list(valid)
+    if text.strip() == "all":
+        return known
+
+    def parse(word: str) -> str:
+        if word not in known:
+            from linattn_cli.recipe import nearest
+
+            raise CliError(
+                f"{option}: there is no {word!r}{nearest(word, known)}", hint=f"there are {', '.join(known)}"
+            )
+        return word
+
+    return _parse_list(text, option, parse)
+
+
+def _length(text: str) -> int:
+    return parse_int(text, "--seq-len")
+
+
+FormatOption = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        metavar="FORMAT",
+        help="Form of the results: table (the default), json, csv or markdown.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Short for --format json.", rich_help_panel=_OUTPUT)]
+QuietOption = Annotated[
+    bool,
+    typer.Option(
+        "--quiet", "-q", help="No progress and no notes; only results and errors.", rich_help_panel=_OUTPUT
+    ),
+]
+DebugOption = Annotated[
+    bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_OUTPUT)
+]
+
+DeviceOption = Annotated[
+    str | None,
+    typer.Option("--device", help="auto, cpu, cuda or cuda:N.", rich_help_panel=_COMPUTE),
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        help="float32, bfloat16 (autocast over float32 weights) or float64.",
+        rich_help_panel=_COMPUTE,
+    ),
+]
+ImplOption = Annotated[
+    str | None,
+    typer.Option(
+        "--impl",
+        help="auto (triton on a supported GPU, else chunk), chunk, triton, scan or reference.",
+        rich_help_panel=_COMPUTE,
+    ),
+]
+SeedOption = Annotated[
+    int | None,
+    typer.Option("--seed", min=0, help="Seed of the weights and of the data.", rich_help_panel=_COMPUTE),
+]
+SeedsOption = Annotated[
+    str | None, typer.Option("--seeds", help="Seeds, comma-separated.", rich_help_panel=_COMPUTE)
+]
+
+RecipeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe", help="Name of a packaged recipe, or a path to a YAML file.", rich_help_panel=_RUN
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set any key of the recipe, as in model.d_head=64; may be repeated.",
+        rich_help_panel=_RUN,
+    ),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", help="Folder to write to; it must not exist yet.", rich_help_panel=_RUN),
+]
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", help="Mixer; `linattn list models` shows them.", rich_help_panel=_MODEL),
+]
+ModelsOption = Annotated[
+    str | None, typer.Option("--models", help="Mixers, comma-separated, or all.", rich_help_panel=_MODEL)
+]
+DHeadOption = Annotated[
+    int | None, typer.Option("--d-head", min=1, help="Dimension of a head.", rich_help_panel=_MODEL)
+]
+DHeadsOption = Annotated[
+    str | None, typer.Option("--d-heads", help="Head dimensions, comma-separated.", rich_help_panel=_MODEL)
+]
+
+TaskOption = Annotated[
+    str | None, typer.Option("--task", help="Task; `linattn list tasks` shows them.", rich_help_panel=_TASK)
+]
+NPairsOption = Annotated[
+    int | None, typer.Option("--n-pairs", min=1, help="Key-value pairs of mqar.", rich_help_panel=_TASK)
+]
+NPairsListOption = Annotated[
+    str | None,
+    typer.Option("--n-pairs", help="Key-value pairs of mqar, comma-separated.", rich_help_panel=_TASK),
+]
+SeqLenOption = Annotated[
+    int | None,
+    typer.Option(
+        "--seq-len",
+        parser=_length,
+        metavar="INTEGER",
+        help="Tokens of an example; 4k is 4096.",
+        rich_help_panel=_TASK,
+    ),
+]
+SeqLensOption = Annotated[
+    str | None,
+    typer.Option("--seq-lens", help="Lengths, comma-separated; 128k is 131072.", rich_help_panel=_TASK),
+]
+UpdatesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--updates",
+        min=0,
+        help="Keys of mqar that are assigned again; the latest counts.",
+        rich_help_panel=_TASK,
+    ),
+]
+ProtocolOption = Annotated[
+    str | None, typer.Option("--protocol", help="Protocol of mqar: vla or zoology.", rich_help_panel=_TASK)
+]
+
+StepsOption = Annotated[
+    int | None, typer.Option("--steps", min=1, help="Optimiser steps.", rich_help_panel=_TRAIN)
+]
+LrOption = Annotated[float | None, typer.Option("--lr", help="Peak learning rate.", rich_help_panel=_TRAIN)]
+LrsOption = Annotated[
+    str | None, typer.Option("--lrs", help="Peak learning rates, comma-separated.", rich_help_panel=_TRAIN)
+]
+BatchSizeOption = Annotated[
+    int | None, typer.Option("--batch-size", min=1, help="Examples a step.", rich_help_panel=_TRAIN)
+]
+CheckpointEveryOption = Annotated[
+    int | None,
+    typer.Option("--checkpoint-every", min=1, help="Steps between checkpoints.", rich_help_panel=_TRAIN),
+]
+TargetAccuracyOption = Annotated[
+    float | None,
+    typer.Option("--target-accuracy", help="Stop once validation reaches this.", rich_help_panel=_TRAIN),
+]
