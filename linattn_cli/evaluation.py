@@ -128,7 +128,7 @@ def evaluate(
     dtype: str = "float32",
     on_progress: Callable[[int], object] | None = None,
 ) -> Evaluation:
-    """Answer `examples` sequences of a stream of `task`; `on_progress` hears the number done.
+    """Answer `examples` sequences of a stream of `task`; `on_progress` hears how many more are done.
 
     The data depend on (task config, seed, stream) alone. Raises `ValueError` if `examples` < 1.
     """
@@ -147,7 +147,7 @@ def evaluate(
                     part = _rows(batch, slice(start, start + rows_a_pass))
                     parts.append(_judge(model, part, done + start, device, dtype))
                 if on_progress is not None:
-                    on_progress(done + count)
+                    on_progress(count)
     finally:
         model.train(was_training)
     return Evaluation(*(np.concatenate(column) for column in zip(*parts, strict=True)))

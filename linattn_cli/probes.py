@@ -104,6 +104,25 @@ def jacobian_norms(model: nn.Module, tokens_BT: Tensor, *, dtype: str = "float32
     return found
 
 
+def state_norms(state: Any) -> dict[str, float]:
+    """Largest Frobenius norm over layers, heads and sequences of each matrix that the equations name.
+
+    These are the fields called by a capital letter, and the inverse of the penalty, which is A; what a layer
+    keeps beside them (caches, counters, the mass that A is the inverse of) is left out.
+
+    >>> from linattn_cli.kernels.types import PenaltyState
+    >>> state_norms([PenaltyState(torch.zeros(1, 1, 2, 2), torch.ones(1, 1, 2, 2))])
+    {'A': 2.0}
+    """
+    largest: dict[str, float] = {}
+    for layer in state if isinstance(state, list) else [state]:
+        for field, norms in matrix_norms(layer).items():
+            name = "A" if field == "inverse" else field
+            if name[0].isupper():
+                largest[name] = max(largest.get(name, 0.0), float(norms.max()))
+    return largest
+
+
 def matrix_norms(state: Any, prefix: str = "") -> dict[str, Tensor]:
     """Frobenius norm of every matrix of a state, by the name of its field, one entry a matrix.
 

@@ -1,0 +1,73 @@
+"""`linattn eval`: what a trained run answers, also on other sizes than it was trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from linattn_cli import output
+from linattn_cli.options import (
+    DebugOption,
+    DeviceOption,
+    DtypeOption,
+    FormatOption,
+    ImplOption,
+    JsonOption,
+    NPairsListOption,
+    QuietOption,
+    SeedOption,
+    SeqLensOption,
+    UpdatesOption,
+    parse_ints,
+)
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder that `linattn train` saved.")],
+    n_pairs: NPairsListOption = None,
+    seq_lens: SeqLensOption = None,
+    updates: UpdatesOption = None,
+    examples: Annotated[
+        int | None,
+        typer.Option("--examples", min=1, help="Held-out sequences a row.", rich_help_panel="Task"),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option("--step", min=0, help="Checkpoint to evaluate; the last one.", rich_help_panel="Run"),
+    ] = None,
+    seed: SeedOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    impl: ImplOption = None,
+    fmt: FormatOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Evaluate a run on held-out data: accuracy overall and by distance, exact sequences.
+
+    Example: linattn eval runs/vla-mqar-1 --n-pairs 4,8,16,32
+
+    Every combination of --n-pairs and --seq-lens is a row. Without --seq-lens the trained sizes keep the
+    trained length, others take the shortest legal one. Rows longer than the training sequences are marked.
+    """
+    with output.command("eval", fmt=fmt, json=json, quiet=quiet, debug=debug) as doc:
+        from linattn_cli import experiment
+
+        experiment.evaluate_run(
+            run,
+            doc,
+            n_pairs=None if n_pairs is None else parse_ints(n_pairs, "--n-pairs"),
+            seq_lens=None if seq_lens is None else parse_ints(seq_lens, "--seq-lens"),
+            updates=updates,
+            examples=examples,
+            step=step,
+            overrides={
+                "seed": seed,
+                "train.device": device,
+                "train.dtype": dtype,
+                "model.impl": impl,
+            },
+        )

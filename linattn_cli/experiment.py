@@ -1,0 +1,278 @@
+"""From a resolved recipe to a model, a run folder and the figures a run ends with."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from linattn_cli.config import RunConfig, dump_recipe, load_run_config
+from linattn_cli.output import CliError
+from linattn_cli.runs import CHECKPOINTS, RECIPE, RunFolder, read_metrics, require_run, resume_command
+
+if TYPE_CHECKING:
+    import torch
+
+    from linattn_cli.checkpoints import Checkpoint
+    from linattn_cli.model import LanguageModel
+    from linattn_cli.output import Document
+    from linattn_cli.tasks.types import Task
+
+MAY_CHANGE = {
+    "train.steps",
+    "train.device",
+    "train.log_every",
+    "train.eval_every",
+    "train.eval_examples",
+    "train.target_accuracy",
+    "train.checkpoint_every",
+}
+"""Keys that a resumed run may set anew; any other would make it a run of something else."""
+
+PROBE_EXAMPLES = 64
+
+
+@dataclass
+class Start:
+    """What a training session begins from.
+
+    config      the resolved recipe
+    run         the folder, owned by this process; None when it is still to be made
+    checkpoint  where to go on from; None at the beginning
+    row         the line of metrics of the checkpoint's step
+    notes       what changed, for the user to know
+    """
+
+    config: RunConfig
+    run: RunFolder | None = None
+    checkpoint: Checkpoint | None = None
+    row: dict[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def resolve(
+    *,
+    recipe: str | None,
+    sets: list[str] | None,
+    overrides: Mapping[str, Any],
+    out: Path | None,
+    resume: bool,
+    from_step: int | None = None,
+) -> Start:
+    """Read the recipe, or with `resume` the run folder `out`, which is then owned by this process.
+
+    Raises `CliError` (exit 2) for a recipe that is wrong, and for a folder that is not there, damaged, in use
+    or of another recipe.
+    """
+    if not resume:
+        if from_step is not None:
+            raise CliError("--from-step belongs to --resume", hint="add --resume --out RUN")
+        return Start(load_run_config(recipe, sets, dict(overrides)))
+    if out is None:
+        raise CliError("--resume needs the run folder", hint=_latest_hint(Path("runs")))
+    require_run(out)
+    run = RunFolder.resume(out)
+    try:
+        return _resume(run, recipe, sets, overrides, from_step)
+    except BaseException:
+        run.close()
+        raise
+
+
+def _resume(
+    run: RunFolder,
+    recipe: str | None,
+    sets: list[str] | None,
+    overrides: Mapping[str, Any],
+    from_step: int | None,
+) -> Start:
+    from linattn_cli import checkpoints
+
+    stored_recipe = str(run.path / RECIPE)
+    stored = load_run_config(stored_recipe)
+    config = load_run_config(recipe or stored_recipe, sets, dict(overrides))
+    changed = list(differences(stored.model_dump(mode="json"), config.model_dump(mode="json")))
+    for key, before, after in changed:
+        if key not in MAY_CHANGE:
+            raise CliError(
+                f"run folder {run.path} was started with {key} = {before}, not {after}",
+                hint=f"continue it as it is: {resume_command(run.path)}; or choose another --out",
+                kind="run_folder",
+            )
+    notes = [f"{key} changed from {before} to {after}" for key, before, after in changed]
+    checkpoint = checkpoints.load(run.path, from_step)
+    step = 0 if checkpoint is None else checkpoint.step
+    if config.train.steps < step:
+        raise CliError(
+            f"run folder {run.path} is at step {step} already, past --steps {config.train.steps}",
+            hint="give more steps, or choose another --out",
+            kind="run_folder",
+        )
+    if checkpoint is None:
+        notes.append("no checkpoint yet: starting from the first step")
+    else:
+        notes.append(f"continuing from {run.path / CHECKPOINTS}/step-{step}")
+    notes += [
+        f"dropped the checkpoint of step {newer}" for newer in checkpoints.discard_after(run.path, step)
+    ]
+    run.cut_metrics(step)
+    if changed:
+        run.write_recipe(dump_recipe(config))
+    rows = read_metrics(run.path)
+    row = rows[-1] if rows and rows[-1]["step"] == step else None
+    return Start(config, run, checkpoint, row, tuple(notes))
+
+
+def differences(
+    before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Dotted keys whose values differ, with both values.
+
+    >>> list(differences({"train": {"lr": 1, "steps": 2}}, {"train": {"lr": 3, "steps": 2}}))
+    [('train.lr', 1, 3)]
+    """
+    for key in dict.fromkeys([*before, *after]):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            yield f"{prefix}{key}", old, new
+
+
+def build(config: RunConfig) -> tuple[Task, LanguageModel]:
+    """The task and a freshly initialised model; the weights depend on the recipe alone."""
+    import torch
+
+    from linattn_cli.model import build_model
+    from linattn_cli.tasks import make_task
+
+    task = make_task(config.task.name, config.task.model_dump())
+    torch.manual_seed(config.seed)
+    return task, build_model(config.model, vocab_size=task.vocab_size, seq_len=task.input_len)
+
+
+def train(start: Start, doc: Document, *, out: Path | None) -> None:
+    """Train to the end, keep everything in the run folder, and fill `doc` with what was reached."""
+    from linattn_cli import environment
+    from linattn_cli.render import jsonable
+    from linattn_cli.training import Trainer
+
+    config = start.config
+    doc.config = config
+    device = environment.resolve_device(config.train.device)
+    environment.resolve_dtype(config.train.dtype, device)
+    impl = environment.resolve_impl(config.model.impl, device)
+    doc.begin(device=device, dtype=config.train.dtype, impl=impl, seed=config.seed)
+    task, model = build(config)
+    run = start.run or _new_run(config, out)
+    with run, doc.progress(config.train.steps, "train") as bar:
+        for note in (f"run folder {run.path}", *start.notes):
+            bar.log(note)
+        values: dict[str, Any] = {}
+        trainer = Trainer(
+            model,
+            task,
+            config.train,
+            seed=config.seed,
+            device=device,
+            run=run,
+            on_row=lambda row: values.update(_shown(row)),
+            on_step=lambda step: bar.update(1, **values),
+        )
+        if start.checkpoint is not None:
+            trainer.restore(start.checkpoint, start.row)
+            bar.skip(trainer.step)
+        outcome = trainer.train()
+        doc.summary = {
+            **measure(model, task, config, device),
+            "tokens_per_s": outcome.tokens_per_s,
+            "train_s": outcome.train_s,
+            "steps": outcome.step,
+            "stopped_by": outcome.stopped,
+            "run": str(run.path),
+        }
+        run.write_result(jsonable(doc.as_dict()))
+    where = shlex.quote(str(run.path))
+    doc.note(f"saved in {run.path}")
+    doc.note(f"next: linattn eval {where}" + (" --n-pairs 4,8,16,32" if task.name == "mqar" else ""))
+
+
+def load_weights(model: LanguageModel, checkpoint: Checkpoint) -> None:
+    """Put the weights of a checkpoint into a model. Raises `CliError` (exit 2) if they are of another one."""
+    try:
+        model.load_state_dict(checkpoint.model)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CliError(
+            f"checkpoint {checkpoint.path} does not fit its recipe: {reason}",
+            hint="was recipe.yaml edited, or the run trained by another version?",
+            kind="checkpoint",
+        ) from error
+
+
+def _new_run(config: RunConfig, out: Path | None) -> RunFolder:
+    run = RunFolder.create(out, stem=f"{config.model.name}-{config.task.name}")
+    try:
+        run.write_recipe(dump_recipe(config))
+    except BaseException:
+        run.close()
+        raise
+    return run
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    """What the progress bar shows of a line of metrics."""
+    names = {"loss": "loss", "accuracy": "accuracy", "validation_accuracy": "validation"}
+    return {shown: row[key] for key, shown in names.items() if key in row}
+
+
+def measure(model: LanguageModel, task: Task, config: RunConfig, device: torch.device) -> dict[str, Any]:
+    """What a run ends with: held-out accuracy beside chance, the state and its Jacobian."""
+    from linattn_cli.evaluation import evaluate
+
+    found = evaluate(
+        model,
+        task,
+        examples=config.train.eval_examples,
+        seed=config.seed,
+        stream="test",
+        device=device,
+        dtype=config.train.dtype,
+    )
+    return {
+        **found.figures(),
+        **task.chance(),
+        **probe(model, task, config, device),
+        "parameters": model.parameter_count(),
+        "fingerprint": task.fingerprint(config.seed),
+    }
+
+
+def probe(model: LanguageModel, task: Task, config: RunConfig, device: torch.device) -> dict[str, Any]:
+    """Size and norm of the state after a held-out sequence, and the largest Jacobian norm on the way."""
+    import torch
+
+    from linattn_cli.evaluation import precision, to_device
+    from linattn_cli.probes import jacobian_norms, state_norms
+
+    batch = task.batch(PROBE_EXAMPLES, seed=config.seed, stream="test", index=0)
+    tokens_BT = to_device(batch.inputs, device)
+    model.eval()
+    with torch.no_grad(), precision(device, config.train.dtype):
+        _, state = model(tokens_BT, return_state=True)
+    norms = [found.largest for found in jacobian_norms(model, tokens_BT, dtype=config.train.dtype)]
+    figures: dict[str, Any] = {
+        "state_bytes": model.state_bytes(state),
+        **{f"state_norm_max_{name}": value for name, value in state_norms(state).items()},
+        "jacobian_norm_max": max(norms, default=None),
+    }
+    if not norms:
+        figures["jacobian"] = f"none: {config.model.name} carries no state of fixed size"
+    return figures
+
+
+def _latest_hint(root: Path) -> str:
+    runs = sorted(root.glob(f"*/{RECIPE}"), key=lambda path: path.stat().st_mtime) if root.is_dir() else []
+    return resume_command(runs[-1].parent if runs else Path("RUN"))
