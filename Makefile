@@ -5,7 +5,13 @@ BIN := $(VENV)/bin
 # A CPU build is enough for every target here; a machine with a GPU may install its own torch first.
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test check format install clean
+# kernels/, tasks/ and recipes/ become packages of linattn_cli when installed. Tools that go by paths do not know
+# that and would import them a second time as `kernels`, so types and doctests are checked on this tree, which is
+# laid out as a wheel is.
+LAYOUT := build/installed
+IN_LAYOUT = cd $(LAYOUT) && $(CURDIR)/$(BIN)/python -m
+
+.PHONY: demo test check lint types doctest layout format install clean
 
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -26,15 +32,25 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest
 
-check: $(VENV)/.installed-dev
+check: lint types doctest
+
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m mypy -p linattn_cli
-	$(BIN)/python -m pytest --doctest-modules --pyargs linattn_cli -p no:cacheprovider
+
+layout: $(VENV)/.installed-dev
+	rm -rf $(LAYOUT)
+	$(BIN)/python -c 'from setuptools import setup; setup()' --quiet build_py --build-lib $(LAYOUT)
+
+types: layout
+	$(IN_LAYOUT) mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p linattn_cli
+
+doctest: layout
+	$(IN_LAYOUT) pytest --doctest-modules --pyargs linattn_cli -p no:cacheprovider
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -15,8 +15,10 @@ import typer
 
 from linattn_cli import __version__, output
 from linattn_cli.commands.doctor import doctor
+from linattn_cli.commands.eval import evaluate
 from linattn_cli.commands.list import list_
 from linattn_cli.commands.task import task_app
+from linattn_cli.commands.train import train
 
 # typer.BadParameter -> UsageError -> ClickException, in click itself or in the copy newer typers carry
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -32,7 +34,7 @@ app = typer.Typer(
     context_settings=_SETTINGS,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
 )
 
 
@@ -58,9 +60,11 @@ def _help_without_subcommand(context: typer.Context) -> None:
         raise typer.Exit(output.EXIT_USAGE)
 
 
+app.command("train")(train)
+app.command("eval")(evaluate)
+app.add_typer(task_app, name="task", callback=_help_without_subcommand, invoke_without_command=True)
 app.command("list")(list_)
 app.command("doctor")(doctor)
-app.add_typer(task_app, name="task", callback=_help_without_subcommand, invoke_without_command=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

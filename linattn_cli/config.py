@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from linattn_cli import __version__
 from linattn_cli.kernels.registry import MAX_HEAD_DIM, MIXERS, Option
 from linattn_cli.output import CliError
-from linattn_cli.recipe import dump_yaml, nearest
+from linattn_cli.recipe import KeyPath, dump_yaml, nearest
 from linattn_cli.sources import Sources
 
 Scalar = bool | int | float | str | None
@@ -285,7 +285,7 @@ def _refuse_leftovers(sources: Sources) -> None:
             continue
         if own is None:
             known = TASK_CONFIGS[chosen].model_fields if chosen in TASK_CONFIGS else written
-            left = [(section, key) for key in written if key not in known]
+            left: list[KeyPath] = [(section, key) for key in written if key not in known]
             remedy = f"replace the section: --set '{section}={{name: {chosen}}}'"
         else:
             options = written.get(own)

@@ -217,7 +217,8 @@ def describe_error(exception: BaseException, *, memory_hint: str = MEMORY_HINT) 
     if isinstance(exception, KeyboardInterrupt):
         return Failure(EXIT_INTERRUPTED, "interrupted", "interrupted")
     if _is_disk_full(exception, text):
-        place = f" while writing {exception.filename}" if getattr(exception, "filename", None) else ""
+        filename = getattr(exception, "filename", None)
+        place = f" while writing {filename}" if filename else ""
         return Failure(
             EXIT_MEMORY, "disk", f"no space left on the disk{place}", "free some, or write elsewhere (--out)"
         )

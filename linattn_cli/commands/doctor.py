@@ -48,7 +48,7 @@ def doctor(
             )
             doc.fail(
                 f"{len(wrong)} of {len(doc.results)} checks failed: {names}",
-                hint="do not trust results here; --impl chunk avoids Triton; --json has the details to report",
+                hint="do not trust results here. --impl chunk avoids Triton, --json has details to report",
             )
         else:
             doc.note("next: linattn verify-scan checks every mixer, with gradients and split calls")
