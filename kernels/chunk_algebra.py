@@ -33,6 +33,7 @@ def advance_states(
     residual: Tensor,
     reading: Tensor,
     *,
+    sign: int = 1,
     extra: Tensor | None = None,
     reverse: bool = False,
 ) -> Tensor:
@@ -40,7 +41,7 @@ def advance_states(
 
     In chunk n, with S the state it meets::
 
-        residual_n += reading_n S                                (in place)
+        residual_n += sign reading_n S                           (in place)
         S'          = total_n S + writing_n residual_n + extra_n
 
     writing `[N, B, H, K, C]`, reading `[N, B, H, C, K]`, residual `[N, B, H, C, V]`; boundaries as in `carry`.
@@ -49,7 +50,7 @@ def advance_states(
     states = residual.new_empty(chunks + 1, batch, heads, writing.shape[-2], value_dim)
     flat_writing, flat_reading, flat_residual = (x.flatten(1, 2) for x in (writing, reading, residual))
     for n, before, after in _boundaries(states, initial_state, reverse):
-        flat_residual[n].baddbmm_(flat_reading[n], before.flatten(0, 1))
+        flat_residual[n].baddbmm_(flat_reading[n], before.flatten(0, 1), alpha=sign)
         if total is None:
             after.copy_(before)
         else:
@@ -66,6 +67,12 @@ def _boundaries(states: Tensor, initial_state: Tensor, reverse: bool) -> Iterato
     states[chunks if reverse else 0] = initial_state
     for n in reversed(range(chunks)) if reverse else range(chunks):
         yield (n, states[n + 1], states[n]) if reverse else (n, states[n], states[n + 1])
+
+
+def add_product(base: Tensor, left: Tensor, right: Tensor, *, sign: int = 1) -> Tensor:
+    """`base + sign * left @ right` in one pass, all `[N, B, H, *, *]`."""
+    flat = torch.baddbmm(base.flatten(0, 2), left.flatten(0, 2), right.flatten(0, 2), alpha=sign)
+    return flat.view(base.shape)
 
 
 def masked(scores: Tensor, weights: Tensor | None, diagonal: int) -> Tensor:

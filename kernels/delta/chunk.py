@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from linattn_cli.kernels.chunk_algebra import advance_states, masked, scale_rows, sum_groups
+from linattn_cli.kernels.chunk_algebra import add_product, advance_states, masked, scale_rows, sum_groups
 from linattn_cli.kernels.decay import ChunkDecay, across, chunk_decay, drop_first_row, earlier, later
 from linattn_cli.kernels.layout import (
     choose_chunk_size,
@@ -98,10 +98,15 @@ def _interactions(q: Tensor, p: Tensor, a: Tensor, log_decay: Tensor | None) -> 
 
 
 def _solve(overwrite: Tensor, right: Tensor, *, transposed: bool = False) -> Tensor:
-    """`(I + N)^-1 right`, or `(I + N)^-T right`; N is what stands below the diagonal."""
-    if transposed:
-        return torch.linalg.solve_triangular(overwrite.mT, right, upper=True, unitriangular=True)
-    return torch.linalg.solve_triangular(overwrite, right, upper=False, unitriangular=True)
+    """`(I + N)^-1 right`, or `(I + N)^-T right`; N is what stands below the diagonal.
+
+    Solved from the right on transposed tensors: what LAPACK calls column-major is then our row-major, and
+    neither side is copied.
+    """
+    system = overwrite if transposed else overwrite.mT
+    return torch.linalg.solve_triangular(
+        system, right.mT, upper=not transposed, left=False, unitriangular=True
+    ).mT
 
 
 class _DeltaChunk(torch.autograd.Function):
@@ -114,15 +119,12 @@ class _DeltaChunk(torch.autograd.Function):
     def forward(ctx: Any, q, p, a, v, log_decay, initial_state):
         own = _interactions(q, p, a, log_decay)
         decay = own.decay
-        right = torch.cat((v, scale_rows(p, decay and decay.ahead)), dim=-1)
-        from_values, from_state = _solve(own.overwrite, right).split((v.shape[-1], p.shape[-1]), dim=-1)
+        residual = _solve(own.overwrite, v)
+        reading = _solve(own.overwrite, scale_rows(p, decay and decay.ahead))
         writing = scale_rows(a, decay and decay.end).mT
-
-        residual = from_values.contiguous()
-        states = advance_states(initial_state, decay and decay.total, writing, residual, -from_state)
+        states = advance_states(initial_state, decay and decay.total, writing, residual, reading, sign=-1)
         starts, final_state = states[:-1], states[-1]
-        o = own.scores @ residual
-        o += scale_rows(q, decay and decay.start) @ starts
+        o = add_product(scale_rows(q, decay and decay.start) @ starts, own.scores, residual)
         ctx.save_for_backward(q, p, a, log_decay, residual, starts)
         return o, final_state.clone(), residual
 
@@ -137,13 +139,12 @@ def _delta_backward(q, p, a, log_decay, residual, starts, d_o, d_final, d_residu
     size = p.shape[-2]
     overwrite, scores, decay = _interactions(q, p, a, log_decay)
     a_to_end = scale_rows(a, decay and decay.end)
-    right = torch.cat((scores.mT @ d_o + d_residual, a_to_end), dim=-1)
-    inside, through = _solve(overwrite, right, transposed=True).split((d_o.shape[-1], a.shape[-1]), dim=-1)
+    d_v = _solve(overwrite, add_product(d_residual, scores.mT, d_o), transposed=True)
+    through = _solve(overwrite, a_to_end, transposed=True)
     q_writing = scale_rows(q, decay and decay.start).mT @ d_o
-    p_reading = scale_rows(p, decay and decay.ahead).mT
-    d_v = inside.contiguous()
+    p_writing = scale_rows(p, decay and decay.ahead).mT.neg()
     d_states = advance_states(
-        d_final, decay and decay.total, -p_reading, d_v, through, extra=q_writing, reverse=True
+        d_final, decay and decay.total, p_writing, d_v, through, extra=q_writing, reverse=True
     )
     d_ends, d_initial = d_states[1:], d_states[0]
 
@@ -152,9 +153,9 @@ def _delta_backward(q, p, a, log_decay, residual, starts, d_o, d_final, d_residu
     q_from_start = scale_rows(d_o @ starts.mT, decay and decay.start)
     p_from_start = scale_rows(d_v @ starts.mT, decay and decay.ahead)
     a_end = scale_rows(residual @ d_ends.mT, decay and decay.end)
-    d_q = d_scores @ a + q_from_start
-    d_p = -(d_overwrite @ a + p_from_start)
-    d_a = d_scores.mT @ q - d_overwrite.mT @ p + a_end
+    d_q = add_product(q_from_start, d_scores, a)
+    d_p = add_product(p_from_start, d_overwrite, a).neg()
+    d_a = add_product(add_product(a_end, d_scores.mT, q), d_overwrite.mT, p, sign=-1)
     d_log_decay = None
     if decay is not None:
         # d_scores and scores both carry the decay: pair the first with the bare products

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from linattn_cli.kernels.chunk_algebra import carry, masked, scale_rows, sum_groups
+from linattn_cli.kernels.chunk_algebra import add_product, carry, masked, scale_rows, sum_groups
 from linattn_cli.kernels.decay import ChunkDecay, across, chunk_decay, drop_first_row, earlier, later
 from linattn_cli.kernels.layout import (
     choose_chunk_size,
@@ -86,8 +86,8 @@ class _LinearChunk(torch.autograd.Function):
         writes = scale_rows(k, decay and decay.end).mT @ v
         states = carry(writes, decay and decay.total, initial_state)
         starts, final_state = states[:-1], states[-1].clone()
-        o = masked(q @ k.mT, weights, -1 if exclusive else 0) @ v
-        o += scale_rows(q, read) @ starts
+        scores = masked(q @ k.mT, weights, -1 if exclusive else 0)
+        o = add_product(scale_rows(q, read) @ starts, scores, v)
         ctx.save_for_backward(q, k, v, log_decay, starts)
         ctx.exclusive = exclusive
         return o, final_state
@@ -120,9 +120,10 @@ def _linear_backward(q, k, v, log_decay, starts, exclusive, d_o, d_final):
     pairs = None if decay is None else sum_groups(d_scores * scores, size)
     q_from_start = scale_rows(d_o @ starts.mT, read)
     k_to_end = scale_rows(v @ d_ends.mT, decay and decay.end)
-    d_q = d_scores @ k + q_from_start
-    d_k = d_scores.mT @ q + k_to_end
-    d_v = masked(scores, weights, diagonal).mT @ d_o + scale_rows(k, decay and decay.end) @ d_ends
+    d_q = add_product(q_from_start, d_scores, k)
+    d_k = add_product(k_to_end, d_scores.mT, q)
+    v_to_end = scale_rows(k, decay and decay.end) @ d_ends
+    d_v = add_product(v_to_end, masked(scores, weights, diagonal).mT, d_o)
     d_log_decay = None
     if decay is not None and pairs is not None:
         reads = sum_groups((q * q_from_start).sum(-1, keepdim=True), size).squeeze(-1)

@@ -1,0 +1,304 @@
+"""Device helpers, block sizes and two kernels that the Triton implementations of all primitives share.
+
+The work of a scan is cut twice. A chunk is C tokens, dense matrix algebra. A super-chunk is a run of chunks
+walked by one program with the state in registers; super-chunks run side by side, so that a single long
+sequence fills the GPU. What a program needs to start, the state at its super-chunk's edge, comes from a
+cheap first pass: every super-chunk's own contribution (`outer_sum_kernel`), then a scan over the few edges
+(`carry_kernel`).
+
+Names: `i_*` program ids, `o_*` offsets, `p_*` pointers, `b_*` values of a block. Scores, inverses and states
+are float32. bfloat16 tiles meet on bfloat16 tensor cores; float16 tiles are widened and use tf32, whose
+mantissa is as long, because a state may exceed the range of float16; float32 uses three tf32 products, which
+keep 22 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NEVER = tl.constexpr(-200.0)  # exp of it is 0 in float32: stands for any stronger log-decay, -inf included
+INTERPRETED_PROGRAMS = 8
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Compile-time sizes of one launch; they depend on K, V and the dtype alone, never on T."""
+
+    BK: int
+    BV: int
+    C: int
+    dot: tl.dtype
+    precision: str
+    num_warps: int
+    num_stages: int
+
+
+def padded(size: int) -> int:
+    """The tile edge for a dimension: a power of two, at least the 16 that `tl.dot` needs."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def choose_blocks(K: int, V: int, dtype: torch.dtype, chunk_size: int | None, widest: int = 64) -> Blocks:
+    """Tile sizes for keys of K and values of V; values are cut into columns of at most `widest`."""
+    half = dtype == torch.bfloat16
+    BK = padded(K)
+    BV = min(padded(V), widest if BK <= 128 else 32)
+    C = 64 if BK <= 64 or (half and BK <= 128) else 32
+    if chunk_size is not None:
+        C = min(C, max(16, 1 << (chunk_size.bit_length() - 1)))
+    return Blocks(
+        BK=BK,
+        BV=BV,
+        C=C,
+        dot=tl.bfloat16 if half else tl.float32,
+        precision="tf32x3" if dtype == torch.float32 else "tf32",
+        num_warps=4 if BK * BV <= 64 * 64 else 8,
+        num_stages=2,
+    )
+
+
+@lru_cache
+def _programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_PROGRAMS
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def split_time(tokens: int, C: int, sequences: int, device: torch.device) -> tuple[int, int, int]:
+    """Chunks, chunks a super-chunk, and super-chunks: enough programs for about four a multiprocessor."""
+    chunks = -(-tokens // C)
+    length = max(1, -(-chunks * sequences // _programs(device)))
+    return chunks, length, -(-chunks // length)
+
+
+def refuse_float64(operator: str, *tensors: Tensor) -> None:
+    if any(tensor.dtype == torch.float64 for tensor in tensors):
+        raise ValueError(f"impl='triton' of {operator} has no float64; use impl='chunk' for float64 inputs")
+
+
+@triton.jit
+def dot(a, b, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    return tl.dot(a.to(DOT), b.to(DOT), input_precision=PRECISION)
+
+
+@triton.jit
+def load_rows(p_x, o_t, T, stride, o_d, D: tl.constexpr, BD: tl.constexpr):
+    """Rows `o_t` and columns `o_d` of a `[T, D]` matrix with row stride `stride`, zero outside."""
+    p_rows = p_x + o_t.to(tl.int64)[:, None] * stride + o_d[None, :]
+    if D % BD == 0:
+        return tl.load(p_rows, mask=(o_t < T)[:, None], other=0.0)
+    return tl.load(p_rows, mask=(o_t < T)[:, None] & (o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(p_x, b_x, o_t, T, stride, o_d, D: tl.constexpr, BD: tl.constexpr):
+    p_rows = p_x + o_t.to(tl.int64)[:, None] * stride + o_d[None, :]
+    b_x = b_x.to(p_x.dtype.element_ty)
+    if D % BD == 0:
+        tl.store(p_rows, b_x, mask=(o_t < T)[:, None])
+    else:
+        tl.store(p_rows, b_x, mask=(o_t < T)[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
+def load_matrix(p_x, o_r, R: tl.constexpr, row, o_c, N: tl.constexpr, column):
+    """A block of an `[R, N]` matrix of any strides, zero outside."""
+    p_block = p_x + o_r[:, None] * row + o_c[None, :] * column
+    return tl.load(p_block, mask=(o_r < R)[:, None] & (o_c < N)[None, :], other=0.0)
+
+
+@triton.jit
+def store_matrix(p_x, b_x, o_r, R: tl.constexpr, row, o_c, N: tl.constexpr):
+    p_block = p_x + o_r[:, None] * row + o_c[None, :]
+    tl.store(p_block, b_x.to(p_x.dtype.element_ty), mask=(o_r < R)[:, None] & (o_c < N)[None, :])
+
+
+@triton.jit
+def load_decay(p_decay, o_t, T, H):
+    return tl.maximum(tl.load(p_decay + o_t.to(tl.int64) * H, mask=o_t < T, other=0.0).to(tl.float32), NEVER)
+
+
+@triton.jit
+def pair_decay(b_decay, C: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr):
+    """Decay from the write of token s (column) to the read of token t (row), zero where s is not before t.
+
+    STRICT leaves out the decay next to the read (forward) or to the write (reverse), and the diagonal.
+    Only the log-decays between the two tokens are summed: a difference of long sums would lose digits.
+    """
+    o_r = tl.arange(0, C)[:, None]
+    o_c = tl.arange(0, C)[None, :]
+    b_rows = tl.broadcast_to(b_decay[:, None], (C, C))
+    b_columns = tl.broadcast_to(b_decay[None, :], (C, C))
+    one, zero = tl.full((C, C), 1.0, tl.float32), tl.full((C, C), 0.0, tl.float32)
+    if REVERSE:
+        b_sum = tl.dot(tl.where(o_c > o_r, b_columns, 0.0), tl.where(o_r < o_c, one, zero), input_precision="tf32x3")
+        if STRICT:
+            return tl.where(o_r < o_c, tl.exp(b_sum), 0.0)
+        return tl.where(o_r < o_c, tl.exp(b_sum + b_columns), tl.where(o_r == o_c, 1.0, 0.0))
+    b_sum = tl.dot(tl.where(o_c < o_r, one, zero), tl.where(o_r > o_c, b_rows, 0.0), input_precision="tf32x3")
+    if STRICT:
+        return tl.where(o_r > o_c, tl.exp(b_sum), 0.0)
+    return tl.where(o_r > o_c, tl.exp(b_sum + b_rows), tl.where(o_r == o_c, 1.0, 0.0))
+
+
+@triton.jit
+def pair_mask(C: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr):
+    """`pair_decay` without decay: 1 where token s (column) is before token t (row)."""
+    o_r = tl.arange(0, C)[:, None]
+    o_c = tl.arange(0, C)[None, :]
+    if REVERSE:
+        return (o_c > o_r) if STRICT else (o_c >= o_r)
+    return (o_c < o_r) if STRICT else (o_c <= o_r)
+
+
+@triton.jit
+def partial_decay(b_decay, C: tl.constexpr, AFTER: tl.constexpr, STRICT: tl.constexpr):
+    """Decay of all tokens after (or before) each token, with or without its own."""
+    o_r = tl.arange(0, C)[:, None]
+    o_c = tl.arange(0, C)[None, :]
+    if AFTER:
+        keep = (o_r > o_c) if STRICT else (o_r >= o_c)
+    else:
+        keep = (o_r < o_c) if STRICT else (o_r <= o_c)
+    b_rows = tl.broadcast_to(b_decay[:, None], (C, C))
+    return tl.exp(tl.sum(tl.where(keep, b_rows, 0.0), axis=0))
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "length"])
+def outer_sum_kernel(
+    p_k, p_v, p_decay, p_sum, p_total,
+    T, chunks, length, B, H,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, J: tl.constexpr,
+    DECAY: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`sum_s k_s v_s^T` of one super-chunk, decayed to the edge where the scan leaves it.
+
+    State head h sums the J key heads h J .. h J + J - 1.
+    """
+    i_p, i_v = tl.program_id(0), tl.program_id(1)
+    i_s, i_b, i_h = i_p // (B * H), i_p % (B * H) // H, i_p % H
+    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    row = i_b.to(tl.int64) * T
+    p_k += (row * H + i_h) * J * K
+    p_v += (row * H + i_h) * J * V
+    p_decay += row * H + i_h
+    first = i_s * length
+    count = tl.minimum(length, chunks - first)
+    b_S = tl.zeros((BK, BV), tl.float32)
+    total = 0.0
+    for n in range(count):
+        i_c = first + count - 1 - n if REVERSE else first + n
+        o_t = i_c * C + tl.arange(0, C)
+        if DECAY:
+            b_decay = load_decay(p_decay, o_t, T, H)
+            b_write = partial_decay(b_decay, C, not REVERSE, STRICT or not REVERSE)
+            b_S *= tl.exp(tl.sum(b_decay, axis=0))
+            total += tl.sum(b_decay, axis=0)
+        for j in range(J):
+            b_k = load_rows(p_k + j * K, o_t, T, H * J * K, o_k, K, BK)
+            b_v = load_rows(p_v + j * V, o_t, T, H * J * V, o_v, V, BV)
+            if DECAY:
+                b_k = b_k * b_write[:, None]
+            b_S += dot(tl.trans(b_k), b_v, DOT, PRECISION)
+    i_out = (i_b * H + i_h).to(tl.int64) * tl.cdiv(chunks, length) + i_s
+    store_matrix(p_sum + i_out * K * V, b_S, o_k, K, V, o_v, V)
+    if DECAY:
+        tl.store(p_total + i_out, total)
+
+
+@triton.jit(do_not_specialize=["supers"])
+def carry_kernel(
+    p_sum, p_total, p_initial, p_start, p_final, supers,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, DECAY: tl.constexpr, INITIAL: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """States at the edges: `start_i` enters super-chunk i, `start_{i+1} = decay_i start_i + sum_i`."""
+    i_h, i_x = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_x = i_x * BLOCK + tl.arange(0, BLOCK)
+    keep = o_x < SIZE
+    b_S = tl.zeros((BLOCK,), tl.float32)
+    if INITIAL:
+        b_S = tl.load(p_initial + i_h * SIZE + o_x, mask=keep, other=0.0)
+    for n in range(supers):
+        i_s = i_h * supers + (supers - 1 - n if REVERSE else n)
+        b_sum = tl.load(p_sum + i_s * SIZE + o_x, mask=keep, other=0.0)
+        tl.store(p_start + i_s * SIZE + o_x, b_S, mask=keep)
+        if DECAY:
+            b_S *= tl.exp(tl.load(p_total + i_s))
+        b_S += b_sum
+    tl.store(p_final + i_h * SIZE + o_x, b_S, mask=keep)
+
+
+def edge_states(
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial: Tensor | None,
+    heads: int,
+    blocks: Blocks,
+    split: tuple[int, int, int],
+    *,
+    exclusive: bool = False,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The states entering every super-chunk, `[B, H, N, K, V]`, and the one leaving the last, `[B, H, K, V]`."""
+    B, T, Q, K = k.shape
+    V = v.shape[3]
+    chunks, length, supers = split
+    options = {"dtype": torch.float32, "device": k.device}
+    starts = torch.empty(B, heads, supers, K, V, **options)
+    final = torch.empty(B, heads, K, V, **options)
+    sums = torch.empty_like(starts)
+    totals = torch.empty(B, heads, supers, **options) if log_decay is not None else sums
+    outer_sum_kernel[(supers * B * heads, triton.cdiv(V, blocks.BV))](
+        k, v, sums if log_decay is None else log_decay, sums, totals,
+        T, chunks, length, B, heads,
+        K=K, V=V, BK=blocks.BK, BV=blocks.BV, C=blocks.C, J=Q // heads,
+        DECAY=log_decay is not None, REVERSE=reverse, STRICT=exclusive,
+        DOT=blocks.dot, PRECISION=blocks.precision,
+        num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+    )  # fmt: skip
+    block = min(512, padded(K * V))
+    carry_kernel[(B * heads, triton.cdiv(K * V, block))](
+        sums, totals, sums if initial is None else initial, starts, final, supers,
+        SIZE=K * V, BLOCK=block, DECAY=log_decay is not None, INITIAL=initial is not None, REVERSE=reverse,
+        num_warps=4,
+    )  # fmt: skip
+    return starts, final
+
+
+def segment_cumsum(x: Tensor, tokens: int, *, reverse: bool, strict: bool) -> Tensor:
+    """Sums of `x` `[B, T, H]` over the tokens before each (after it, when `reverse`) within runs of `tokens`.
+
+    Short runs keep the rounding of a cancelling sum from growing with T.
+    """
+    B, T, H = x.shape
+    runs = -(-T // tokens)
+    padded_x = torch.nn.functional.pad(x, (0, 0, 0, runs * tokens - T)).view(B, runs, tokens, H)
+    if reverse:
+        total = padded_x.flip(2).cumsum(2).flip(2)
+    else:
+        total = padded_x.cumsum(2)
+    if strict:
+        total = total - padded_x
+    return total.view(B, runs * tokens, H)[:, :T]
+
+
+def edge_products(entering: Tensor, leaving: Tensor, tokens: int, T: int) -> Tensor:
+    """`<entering_i, leaving_i>` of every super-chunk, spread over its tokens: `[B, H, N, K, V]` -> `[B, T, H]`."""
+    product = (entering * leaving).sum((-1, -2)).transpose(1, 2)
+    return product.repeat_interleave(tokens, dim=1)[:, :T]
+
+
+def leaving_states(starts: Tensor, final: Tensor, *, reverse: bool) -> Tensor:
+    """The state that leaves each super-chunk, which is the one that enters the next."""
+    final = final.unsqueeze(2)
+    if reverse:
+        return torch.cat((final, starts[:, :, :-1]), dim=2)
+    return torch.cat((starts[:, :, 1:], final), dim=2)
