@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
+
 from linattn_cli.kernels.registry import MAX_HEAD_DIM
 from linattn_cli.kernels.types import PenaltyState, state_dtype
-from torch import Tensor
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,9 +40,7 @@ def check_shape(name: str, tensor: Tensor, letters: str, expected: tuple[int, ..
 def check_tensor(name: str, tensor: object, letters: str) -> None:
     """Raise unless `tensor` is a real tensor of a supported dtype with one dimension per letter."""
     if not isinstance(tensor, Tensor):
-        raise ValueError(
-            f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it with torch.as_tensor"
-        )
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it with torch.as_tensor")
     if tensor.dim() != len(letters):
         raise ValueError(
             f"{name} must have {len(letters)} dimensions [{', '.join(letters)}], got {tensor.dim()} "
@@ -49,9 +48,7 @@ def check_tensor(name: str, tensor: object, letters: str) -> None:
         )
     if tensor.dtype not in _DTYPES:
         names = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
-        raise ValueError(
-            f"{name} must have dtype {names}, got {str(tensor.dtype).removeprefix('torch.')}; convert it"
-        )
+        raise ValueError(f"{name} must have dtype {names}, got {str(tensor.dtype).removeprefix('torch.')}; convert it")
 
 
 def check_same(tensors: Mapping[str, Tensor]) -> None:
@@ -93,18 +90,14 @@ def check_groups(query_name: str, query_heads: int, heads: int) -> None:
 
 def check_tokens(name: str, tensor: Tensor) -> None:
     if tensor.shape[1] < 1:
-        raise ValueError(
-            f"{name} must hold at least one token, got shape {list(tensor.shape)}; skip the call"
-        )
+        raise ValueError(f"{name} must hold at least one token, got shape {list(tensor.shape)}; skip the call")
 
 
 def check_chunk_size(chunk_size: int | None) -> None:
     if chunk_size is None:
         return
     if not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1:
-        raise ValueError(
-            f"chunk_size must be a positive int or None, got {chunk_size!r}; None chooses it from T"
-        )
+        raise ValueError(f"chunk_size must be a positive int or None, got {chunk_size!r}; None chooses it from T")
 
 
 def check_log_decay(log_decay: Tensor | None, like: Tensor, heads: int) -> None:
@@ -159,9 +152,7 @@ def check_query(name: str, q: Tensor, k: Tensor) -> None:
     """Queries `[B, T, Q, K]` against keys `[B, T, H, K]`."""
     batch, tokens, heads, key_dim = k.shape
     if q.shape[0] != batch or q.shape[1] != tokens or q.shape[3] != key_dim:
-        raise _shape_error(
-            name, q, "BTQK", (batch, tokens, q.shape[2] if q.shape[1] == tokens else heads, key_dim)
-        )
+        raise _shape_error(name, q, "BTQK", (batch, tokens, q.shape[2] if q.shape[1] == tokens else heads, key_dim))
     check_groups(name, q.shape[2], heads)
 
 
@@ -181,9 +172,7 @@ def check_delta(q: Tensor, p: Tensor, a: Tensor, v: Tensor, log_decay, initial_s
     check_chunk_size(chunk_size)
 
 
-def check_penalty(
-    u: Tensor, k: Tensor, lambda0: float, initial_state: PenaltyState | None, chunk_size
-) -> None:
+def check_penalty(u: Tensor, k: Tensor, lambda0: float, initial_state: PenaltyState | None, chunk_size) -> None:
     """The contract of `penalty_gain`."""
     for name, tensor in (("u", u), ("k", k)):
         check_tensor(name, tensor, "BTHK")
@@ -192,15 +181,8 @@ def check_penalty(
     batch, _, heads, key_dim = u.shape
     check_query("k", k, u)
     check_head_dims(K=key_dim)
-    if (
-        isinstance(lambda0, bool)
-        or not isinstance(lambda0, (int, float))
-        or not math.isfinite(lambda0)
-        or lambda0 <= 0
-    ):
-        raise ValueError(
-            f"lambda0 must be a finite float > 0, got {lambda0!r}; the VLA paper's code uses 0.1"
-        )
+    if isinstance(lambda0, bool) or not isinstance(lambda0, (int, float)) or not math.isfinite(lambda0) or lambda0 <= 0:
+        raise ValueError(f"lambda0 must be a finite float > 0, got {lambda0!r}; the VLA paper's code uses 0.1")
     if initial_state is not None:
         if not isinstance(initial_state, PenaltyState):
             raise ValueError(

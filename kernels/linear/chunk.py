@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
 from linattn_cli.kernels.chunk_algebra import add_product, carry, masked, scale_rows, sum_groups
 from linattn_cli.kernels.decay import ChunkDecay, across, chunk_decay, drop_first_row, earlier, later
 from linattn_cli.kernels.layout import (
@@ -16,8 +19,6 @@ from linattn_cli.kernels.layout import (
     to_chunks,
 )
 from linattn_cli.kernels.types import state_dtype
-from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 def linear_scan_chunk(

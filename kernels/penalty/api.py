@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from linattn_cli.kernels import dispatch
 from linattn_cli.kernels.types import Impl, PenaltyState, ScanOutput
 from linattn_cli.kernels.validate import check_penalty
-from torch import Tensor
 
 
 def penalty_gain(

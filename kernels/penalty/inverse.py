@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from linattn_cli.kernels.types import PenaltyState, state_dtype
 from torch import Tensor
+
+from linattn_cli.kernels.types import PenaltyState, state_dtype
 
 REFRESH = 64
 """Tokens added to A by rank-one updates before it is inverted from P again."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from linattn_cli.kernels.layout import queries_time_first, stack_tokens, time_first
 from linattn_cli.kernels.penalty.inverse import REFRESH, inverse, start
 from linattn_cli.kernels.types import PenaltyState
-from torch import Tensor
 
 
 def penalty_gain_reference(

@@ -1,0 +1,75 @@
+"""What the forms share: feature maps, padding, unit vectors and the ratio read-out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from linattn_cli.kernels.types import state_dtype
+from linattn_cli.kernels.validate import check_device, check_shape
+
+RATIO_EPS = 1e-4
+"""Floor of the denominator of a ratio read-out."""
+
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "elu1": lambda x: torch.nn.functional.elu(x) + 1,
+    "silu": torch.nn.functional.silu,
+    "identity": lambda x: x,
+}
+
+
+def feature_map(name: str) -> Callable[[Tensor], Tensor]:
+    """The feature map phi of that name: `elu1` is elu(x) + 1, positive; `silu` and `identity` are signed."""
+    if name not in FEATURE_MAPS:
+        raise ValueError(f"feature_map must be one of {', '.join(FEATURE_MAPS)}; got {name!r}")
+    return FEATURE_MAPS[name]
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise unless a named option has one of its values."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def check_mask(mask: Tensor | None, k: Tensor) -> None:
+    """Raise unless a padding mask is `[B, T]`, bool, true at real tokens."""
+    if mask is None:
+        return
+    check_shape("mask", mask, "BT", (k.shape[0], k.shape[1]))
+    check_device("mask", mask, "k", k)
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool, true at real tokens, got {mask.dtype}; pass mask.bool()")
+
+
+def keep(x: Tensor, mask: Tensor | None) -> Tensor:
+    """`x`, `[B, T, ...]`, set to zero at padded tokens: a zero key, gate or log-decay changes no state."""
+    if mask is None:
+        return x
+    return x.masked_fill(~mask.view(*mask.shape, *(1,) * (x.dim() - 2)), 0)
+
+
+def unit(x: Tensor) -> Tensor:
+    """`x / |x|` over the last dimension, the norm in the state dtype; zero stays zero."""
+    return torch.nn.functional.normalize(x.to(state_dtype(x.dtype)), dim=-1, eps=1e-12).to(x.dtype)
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """`[B, T, H, D]` -> `[B, T, heads, D]`: each key head repeated for its group of query heads."""
+    groups = heads // x.shape[2]
+    return x if groups == 1 else x.repeat_interleave(groups, dim=2)
+
+
+def ratio_readout(o: Tensor, q: Tensor, k: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Divide `o` by `max(q_t . z_t, eps)` with `z_t = z_{t-1} + k_t`.
+
+    o `[B, T, Q, V]`, q `[B, T, Q, K]` and k `[B, T, H, K]` after their feature maps; z `[B, H, K]` or None.
+    Returns the quotient, the last z and the number of clamped denominators.
+    """
+    sums = k.to(state_dtype(k.dtype)).cumsum(1)
+    if z is not None:
+        sums = sums + z.unsqueeze(1)
+    denominator = (q * repeat_heads(sums, q.shape[2])).sum(-1, keepdim=True)
+    clamped = (denominator.detach() < RATIO_EPS).sum()
+    return (o / denominator.clamp_min(RATIO_EPS)).to(o.dtype), sums[:, -1], clamped

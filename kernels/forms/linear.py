@@ -1,0 +1,105 @@
+"""Kernelised linear attention as a form of its tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn_cli.kernels.forms.features import (
+    RATIO_EPS,
+    check_choice,
+    check_mask,
+    feature_map,
+    keep,
+    ratio_readout,
+)
+from linattn_cli.kernels.forms.serial import pick, start_state, token_masks
+from linattn_cli.kernels.layout import queries_time_first, stack_tokens, time_first
+from linattn_cli.kernels.linear import linear_scan
+from linattn_cli.kernels.types import FormOutput, Impl
+from linattn_cli.kernels.validate import check_linear
+
+
+class LinearState(NamedTuple):
+    """S `[B, H, K, V]` and, for the ratio read-out, `z = sum phi(k)`, `[B, H, K]`."""
+
+    S: Tensor
+    z: Tensor | None
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: str = "elu1",
+    readout: str = "ratio",
+    mask: Tensor | None = None,
+    initial_state: LinearState | None = None,
+    chunk_size: int | None = None,
+    impl: str | Impl = "auto",
+) -> FormOutput:
+    """Linear attention with a feature map phi::
+
+        S_t = S_{t-1} + phi(k_t) v_t^T;   z_t = z_{t-1} + phi(k_t)
+        o_t = S_t^T phi(q_t) / max(phi(q_t) . z_t, 1e-4)        (readout raw: not divided)
+
+    Shapes: q `[B, T, Q, K]`, k `[B, T, H, K]`, v `[B, T, H, V]`; mask `[B, T]`, true at real tokens.
+    Raises `ValueError` for shapes, dtypes or options that do not fit.
+
+    Source: Katharopoulos et al. 2020.
+    """
+    check_choice("readout", readout, ("ratio", "raw"))
+    if Impl.parse(impl) is Impl.REFERENCE:
+        return linear_attention_serial(
+            q, k, v, feature_map=feature_map, readout=readout, mask=mask, initial_state=initial_state
+        )
+    check_mask(mask, k)
+    phi = _phi(feature_map)
+    q, k = phi(q), keep(phi(k), mask)
+    S, z = initial_state or (None, None)
+    scan = linear_scan(q, k, v, initial_state=S, chunk_size=chunk_size, impl=impl)
+    if readout == "raw":
+        return FormOutput(scan.o, LinearState(scan.final_state, None), impl=scan.impl)
+    o, z, clamped = ratio_readout(scan.o, q, k, z)
+    return FormOutput(o, LinearState(scan.final_state, z), clamped, scan.impl)
+
+
+_phi = feature_map
+
+
+def linear_attention_serial(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: str = "elu1",
+    readout: str = "ratio",
+    mask: Tensor | None = None,
+    initial_state: LinearState | None = None,
+) -> FormOutput:
+    """`linear_attention` one token at a time; the oracle."""
+    check_linear(q, k, v, None, None, None)
+    check_mask(mask, k)
+    phi = _phi(feature_map)
+    S, z = initial_state or (None, None)
+    S = start_state(S, k, v.shape[3])
+    z = torch.zeros_like(S[..., 0]) if z is None else z
+    masks = token_masks(mask, k.shape[1])
+    clamped = torch.zeros((), dtype=torch.int64, device=k.device)
+    outputs = []
+    for q_t, k_t, v_t, real in zip(queries_time_first(q, k.shape[2]), time_first(k), time_first(v), masks, strict=True):
+        phi_q, phi_k = phi(q_t), phi(k_t)
+        S = pick(real, S + phi_k.unsqueeze(-1) * v_t.unsqueeze(-2), S)
+        z = pick(real, z + phi_k, z)
+        o = phi_q @ S
+        if readout == "ratio":
+            denominator = (phi_q * z.unsqueeze(-2)).sum(-1, keepdim=True)
+            clamped = clamped + (denominator.detach() < RATIO_EPS).sum()
+            o = o / denominator.clamp_min(RATIO_EPS)
+        outputs.append(o)
+    ratio = readout == "ratio"
+    state = LinearState(S, z if ratio else None)
+    return FormOutput(stack_tokens(outputs, v.dtype), state, clamped if ratio else None, "reference")

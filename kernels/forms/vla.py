@@ -1,0 +1,181 @@
+"""Variational linear attention as a form of its tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from linattn_cli.kernels.delta import delta_scan
+from linattn_cli.kernels.forms.features import (
+    RATIO_EPS,
+    check_choice,
+    check_mask,
+    feature_map,
+    keep,
+    ratio_readout,
+    unit,
+)
+from linattn_cli.kernels.forms.serial import pick, start_state, token_masks
+from linattn_cli.kernels.layout import queries_time_first, stack_tokens, time_first
+from linattn_cli.kernels.penalty import penalty_gain
+from linattn_cli.kernels.penalty.inverse import REFRESH, inverse, start
+from linattn_cli.kernels.types import FormOutput, Impl, PenaltyState, state_dtype
+from linattn_cli.kernels.validate import check_linear, check_shape
+
+
+class VLAState(NamedTuple):
+    """S `[B, H, K, V]`; the penalty's mass and inverse; `z = sum phi(k)`, `[B, H, K]`, for the ratio read-out."""
+
+    S: Tensor
+    penalty: PenaltyState | None
+    z: Tensor | None
+
+
+def vla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    u: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    lambda0: float = 0.1,
+    penalty: str = "learned",
+    normalise_gate: bool = True,
+    feature_map: str = "elu1",
+    readout: str = "ratio",
+    mask: Tensor | None = None,
+    initial_state: VLAState | None = None,
+    chunk_size: int | None = None,
+    impl: str | Impl = "auto",
+) -> FormOutput:
+    """Variational linear attention: a delta rule written along a penalised gain::
+
+        k^_t = phi(k_t) / |phi(k_t)|
+        A_t = (lambda0 I + sum_{s<=t} u_s u_s^T)^-1;   a_t = A_t k^_t / |A_t k^_t|
+        S_t = S_{t-1} + beta_t a_t (v_t - S_{t-1}^T k^_t)^T
+        o_t = S_t^T phi(q_t) / max(phi(q_t) . z_t, 1e-4),   z_t = sum_{s<=t} phi(k_s)
+
+    Options: `penalty` `learned` takes u as given, `key` sets u = k^, `none` sets u = 0 (a delta rule: A = I /
+    lambda0); `normalise_gate=False` leaves a_t = A_t k^_t; `readout="raw"` does not divide; beta None is 1.
+
+    Shapes: q `[B, T, Q, K]`, k and u `[B, T, H, K]`, v `[B, T, H, V]`, beta `[B, T, H]`; mask `[B, T]`, true at
+    real tokens. Raises `ValueError` for shapes, dtypes or options that do not fit.
+
+    Source: VLA (arXiv 2605.11196), sections 2.1 to 2.3.
+    """
+    _check(k, u, beta, penalty, readout, mask)
+    if Impl.parse(impl) is Impl.REFERENCE:
+        return vla_serial(
+            q,
+            k,
+            v,
+            u,
+            beta,
+            lambda0=lambda0,
+            penalty=penalty,
+            normalise_gate=normalise_gate,
+            feature_map=feature_map,
+            readout=readout,
+            mask=mask,
+            initial_state=initial_state,
+        )
+    phi = _phi(feature_map)
+    q, k = phi(q), keep(phi(k), mask)
+    key = unit(k)
+    S, penalty_state, z = initial_state or (None, None, None)
+    if penalty == "none":
+        gain = key / lambda0
+    else:
+        gained = penalty_gain(
+            key if u is None or penalty == "key" else keep(u, mask),
+            key,
+            lambda0=lambda0,
+            initial_state=penalty_state,
+            chunk_size=chunk_size,
+            impl=impl,
+        )
+        gain, penalty_state = gained.o, gained.final_state
+    write = unit(gain) if normalise_gate else gain
+    if beta is not None:
+        write = (write * beta.unsqueeze(-1)).to(write.dtype)
+    scan = delta_scan(q, key, write, v, initial_state=S, chunk_size=chunk_size, impl=impl)
+    if readout == "raw":
+        return FormOutput(scan.o, VLAState(scan.final_state, penalty_state, None), impl=scan.impl)
+    o, z, clamped = ratio_readout(scan.o, q, k, z)
+    return FormOutput(o, VLAState(scan.final_state, penalty_state, z), clamped, scan.impl)
+
+
+_phi = feature_map
+
+
+def vla_serial(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    u: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    lambda0: float = 0.1,
+    penalty: str = "learned",
+    normalise_gate: bool = True,
+    feature_map: str = "elu1",
+    readout: str = "ratio",
+    mask: Tensor | None = None,
+    initial_state: VLAState | None = None,
+) -> FormOutput:
+    """`vla` one token at a time, with Sherman-Morrison as in the paper; the oracle."""
+    check_linear(q, k, v, None, None, None)
+    _check(k, u, beta, penalty, readout, mask)
+    phi, dtype = _phi(feature_map), state_dtype(k.dtype)
+    S, penalty_state, z = initial_state or (None, None, None)
+    S = start_state(S, k, v.shape[3])
+    z = torch.zeros_like(S[..., 0]) if z is None else z
+    P, A, age = start(k, lambda0, penalty_state)
+    masks = token_masks(mask, k.shape[1])
+    clamped = torch.zeros((), dtype=torch.int64, device=k.device)
+    outputs = []
+    for t, (q_t, k_t, v_t) in enumerate(
+        zip(queries_time_first(q, k.shape[2]), time_first(k), time_first(v), strict=True)
+    ):
+        real, phi_q, phi_k = masks[t], phi(q_t), phi(k_t)
+        key = unit(phi_k)
+        if penalty != "none":
+            if age >= REFRESH:
+                A, age = inverse(P, lambda0), 0
+            u_t = (key if u is None or penalty == "key" else u[:, t].to(dtype)).unsqueeze(-1)
+            column = A @ u_t
+            A = pick(real, A - column @ column.mT / (1 + u_t.mT @ column), A)
+            P = pick(real, P + u_t @ u_t.mT, P)
+            age += 1
+        gain = (A @ key.unsqueeze(-1)).squeeze(-1)
+        write = unit(gain) if normalise_gate else gain
+        if beta is not None:
+            write = write * beta[:, t].to(dtype).unsqueeze(-1)
+        error = v_t - (key.unsqueeze(-2) @ S).squeeze(-2)
+        S = pick(real, S + write.unsqueeze(-1) * error.unsqueeze(-2), S)
+        z = pick(real, z + phi_k, z)
+        o = phi_q @ S
+        if readout == "ratio":
+            denominator = (phi_q * z.unsqueeze(-2)).sum(-1, keepdim=True)
+            clamped = clamped + (denominator.detach() < RATIO_EPS).sum()
+            o = o / denominator.clamp_min(RATIO_EPS)
+        outputs.append(o)
+    ratio = readout == "ratio"
+    state = VLAState(S, None if penalty == "none" else PenaltyState(P, A, age), z if ratio else None)
+    return FormOutput(stack_tokens(outputs, v.dtype), state, clamped if ratio else None, "reference")
+
+
+def _check(k, u, beta, penalty, readout, mask) -> None:
+    check_choice("penalty", penalty, ("learned", "none", "key"))
+    check_choice("readout", readout, ("ratio", "raw"))
+    check_mask(mask, k)
+    if penalty == "learned":
+        if u is None:
+            raise ValueError(
+                "u must be given when penalty='learned', got None; pass u [B, T, H, K], or use penalty='key' or 'none'"
+            )
+        check_shape("u", u, "BTHK", tuple(k.shape))
+    if beta is not None:
+        check_shape("beta", beta, "BTH", tuple(k.shape[:3]))
