@@ -43,7 +43,7 @@ layout: $(VENV)/.installed-dev
 	$(BIN)/python -c 'from setuptools import setup; setup()' --quiet build_py --build-lib $(LAYOUT)
 
 types: layout
-	$(IN_LAYOUT) mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p linattn_cli
+	$(IN_LAYOUT) mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/build/mypy -p linattn_cli
 
 doctest: layout
 	$(IN_LAYOUT) pytest --doctest-modules --pyargs linattn_cli -p no:cacheprovider

@@ -321,7 +321,7 @@ def _explain_one(item: dict[str, Any], sources: Sources) -> tuple[str, str]:
         path = (path[0], *path[2:])  # pydantic puts the chosen task's name between section and key
     path = (*path, *context.get("at", ()))
     key = ".".join(path)
-    place = sources.where(path)
+    place = sources.where(path) or sources.where_any(path)
     where = f"{place}: " if place else ""
     if item["type"] == "extra_forbidden":
         section = ".".join(path[:-1])

@@ -19,9 +19,7 @@ class Progress:
 
     seconds_between_lines = 10.0
 
-    def __init__(
-        self, total: int, label: str, *, every: int | None = None, quiet: bool = False, done: int = 0
-    ) -> None:
+    def __init__(self, total: int, label: str, *, every: int | None = None, quiet: bool = False, done: int = 0) -> None:
         self.total = total
         self.label = label
         self.every = every
@@ -43,7 +41,6 @@ class Progress:
                 desc=self.label,
                 file=sys.stderr,
                 dynamic_ncols=True,
-                leave=False,
             )
         return self
 
