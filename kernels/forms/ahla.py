@@ -34,8 +34,8 @@ DECAYS = ("none", "cascade")
 
 
 class AhlaState(NamedTuple):
-    """`P = sum k v^T` `[B, H, K, V]`, once per key head; `E = sum k (P^T q)^T` `[B, Q, K, V]`; m `[B, H, K]` and
-    n `[B, Q, K]`, the same with v = 1, None where nothing is divided."""
+    """`P = sum k v^T` `[B, H, K, V]`, once per key head; `E = sum k (P^T q)^T` `[B, Q, K, V]`; m `[B, H, K]`
+    and n `[B, Q, K]`, the same with v = 1, None where nothing is divided."""
 
     P: Tensor
     E: Tensor
@@ -65,14 +65,15 @@ def ahla(
         E_t = g_t E_{t-1} + k_t (P_t^T q_t)^T
         o_t = E_t^T q_t
 
-    which is `LA_g(q, k, LA_g(q, k, v))`. With `decay="cascade"` both stages lose g, pair weight `g^(t-j)`: the
-    literal `W_g W_g V` at the same time.
+    which is `LA_g(q, k, LA_g(q, k, v))`. With `decay="cascade"` both stages lose g, pair weight `g^(t-j)`:
+    the literal `W_g W_g V` at the same time.
 
-    Shapes: q `[B, T, Q, K]`, k `[B, T, H, K]`, v `[B, T, H, V]`, Q a multiple of H; log_decay `[B, T, H]`, natural
-    log, <= 0. `readout="ratio"` divides by the same sums with v = 1; `clamped` counts denominators within eps of 0.
+    Shapes: q `[B, T, Q, K]`, k `[B, T, H, K]`, v `[B, T, H, V]`, Q a multiple of H; log_decay `[B, T, H]`,
+    natural log, <= 0. `readout="ratio"` divides by the same sums with v = 1; `clamped` counts denominators
+    within eps of 0.
 
-    Dtypes: float64, float32, bfloat16, float16; states and everything between the scans in float64 for float64
-    inputs, else float32; `o` has the dtype of v.
+    Dtypes: float64, float32, bfloat16, float16; states and everything between the scans in float64 for
+    float64 inputs, else float32; `o` has the dtype of v.
 
     Raises `ValueError` for shapes, dtypes, options and states that do not fit.
 

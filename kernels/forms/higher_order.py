@@ -26,9 +26,7 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}")
 
 
-def check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, decay: str, chunk_size: int | None
-) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, decay: str, chunk_size: int | None) -> None:
     """Shapes and dtypes, and that a decay is given exactly when the option asks for one."""
     check_linear(q, k, v, log_decay, None, chunk_size)
     if decay == "none" and log_decay is not None:
@@ -51,8 +49,7 @@ def check_state(state: Any, kind: type, shapes: dict[str, tuple[int, ...]], like
         if (value is None) != (not shape):
             wanted = f"a tensor {list(shape)}" if shape else "None"
             raise ValueError(
-                f"initial_state.{name} must be {wanted} here; "
-                "pass the state of an earlier call with the same options"
+                f"initial_state.{name} must be {wanted} here; pass the state of an earlier call with the same options"
             )
         if value is None:
             continue
@@ -123,7 +120,7 @@ def finish(o: Tensor, readout: str, eps: float, dtype: torch.dtype) -> tuple[Ten
         return o.to(dtype), None
     numerator, denominator = o[..., :-1], o[..., -1:]
     clamped = denominator.abs() < eps
-    signed = torch.where(denominator < 0, -eps, eps).to(o.dtype)
+    signed = eps * torch.where(denominator < 0, -1, 1).to(o.dtype)
     return (numerator / torch.where(clamped, signed, denominator)).to(dtype), clamped.sum()
 
 

@@ -172,9 +172,7 @@ class _Options(NamedTuple):
                 "use decay='moment' or masked=True"
             )
         if decay == "mask" and state_form == "paper":
-            raise ValueError(
-                "decay='mask' has no (S, C, G) state, C would have to grow; use state_form='summary'"
-            )
+            raise ValueError("decay='mask' has no (S, C, G) state, C would have to grow; use state_form='summary'")
         if ridge and state_form == "paper" and masked and decay in ("moment", "cascade"):
             raise ValueError(
                 f"ridge with decay={decay!r} has no (S, C, G) state: there it would decay as C does, not as "
@@ -275,11 +273,7 @@ def _scan(q, k, v, log, options: _Options, state, chunk_size):
         family = monoid.HLA2_PUBLISHED if published else monoid.HLA2_PAPER
 
         def token(q, k, v, log_s, log_c):
-            return (
-                monoid.token_published(q, k, v, log_s)
-                if published
-                else monoid.token_paper(q, k, v, log_s, log_c)
-            )
+            return monoid.token_published(q, k, v, log_s) if published else monoid.token_paper(q, k, v, log_s, log_c)
 
         def read(x, q, *_):
             return monoid.read_paper(x, q, options.ridge, options.masked)

@@ -36,8 +36,9 @@ DECAYS = {"causal": ("none", "moment", "cascade", "mask"), "published": ("none",
 
 
 class Hla3State(NamedTuple):
-    """SK `[B, H, K, K]` and `P = sum k v^T` `[B, H, K, V]`, once per key head; `H = sum_u (SK_u q_u)(P_u^T q_u)^T`
-    `[B, Q, K, V]`; m `[B, H, K]` and h `[B, Q, K]`, the same with v = 1, None where nothing is divided."""
+    """SK `[B, H, K, K]` and `P = sum k v^T` `[B, H, K, V]`, once per key head; `H = sum_u (SK_u q_u)(P_u^T
+    q_u)^T` `[B, Q, K, V]`; m `[B, H, K]` and h `[B, Q, K]`, the same with v = 1, None where nothing is
+    divided."""
 
     SK: Tensor
     P: Tensor
@@ -81,19 +82,20 @@ def hla3(
         H_t  = h_t H_{t-1} + (SK_t q_t)(P_t^T q_t)^T
         o_t  = H_t^T q_t
 
-    which is `LA_h(q, LA_a(q, k, k), LA_p(q, k, v))`. Decay, `g = exp(log_decay)`: `moment` a = p = g, h = g^3;
-    `cascade` a = p = h = g; `mask` a = g^2, p = h = g, the literal `W_g W_g^T W_g`.
+    which is `LA_h(q, LA_a(q, k, k), LA_p(q, k, v))`. Decay, `g = exp(log_decay)`: `moment` a = p = g, h =
+    g^3; `cascade` a = p = h = g; `mask` a = g^2, p = h = g, the literal `W_g W_g^T W_g`.
 
-    `published` sums the index triples (i, u, j) whose maximum is attained at least twice, which is what the paper's
-    streaming form computes and not the causal order of its Theorem 7.1; with `moment` every moment decays by g. The
-    recurrence stands in `hla3_published.py`. Its associative operator (`impl="scan"`) carries K^3 V numbers a
-    segment and is refused above K = 16.
+    `published` sums the index triples (i, u, j) whose maximum is attained at least twice, which is what the
+    paper's streaming form computes and not the causal order of its Theorem 7.1; with `moment` every moment
+    decays by g. The recurrence stands in `hla3_published.py`. Its associative operator (`impl="scan"`)
+    carries K^3 V numbers a segment and is refused above K = 16.
 
-    Shapes: q `[B, T, Q, K]`, k `[B, T, H, K]`, v `[B, T, H, V]`, Q a multiple of H; log_decay `[B, T, H]`, natural
-    log, <= 0. `readout="ratio"` divides by the same sums with v = 1; `clamped` counts denominators within eps of 0.
+    Shapes: q `[B, T, Q, K]`, k `[B, T, H, K]`, v `[B, T, H, V]`, Q a multiple of H; log_decay `[B, T, H]`,
+    natural log, <= 0. `readout="ratio"` divides by the same sums with v = 1; `clamped` counts denominators
+    within eps of 0.
 
-    Dtypes: float64, float32, bfloat16, float16; states and everything between the scans in float64 for float64
-    inputs, else float32; `o` has the dtype of v.
+    Dtypes: float64, float32, bfloat16, float16; states and everything between the scans in float64 for
+    float64 inputs, else float32; `o` has the dtype of v.
 
     Raises `ValueError` for shapes, dtypes, options and states that do not fit.
 
@@ -181,7 +183,8 @@ def _serial(q, k, v, stages, state):
 
 
 def _compose(q, k, v, stages, state, chunk_size, impl):
-    """Through the linear scan: LA(q, LA(q, k, k), LA(q, k, v)); one scan for both where their decay is one."""
+    """Through the linear scan: LA(q, LA(q, k, k), LA(q, k, v)); one scan for both where their decay is
+    one."""
     log_a, log_p, log_h = stages
     SK, P, H = (None, None, None) if state is None else state
     how = {"chunk_size": chunk_size, "impl": impl}
@@ -240,6 +243,4 @@ def _matrices(state: Hla3State | Hla3PublishedState | None) -> tuple[Tensor, ...
 def _state(matrices: list[Tensor], variant: str, readout: str) -> Hla3State | Hla3PublishedState:
     *moments, P, H = matrices
     (P, m), (H, h) = split_mass(P, readout), split_mass(H, readout)
-    return (
-        Hla3State(*moments, P, H, m, h) if variant == "causal" else Hla3PublishedState(*moments, P, H, m, h)
-    )
+    return Hla3State(*moments, P, H, m, h) if variant == "causal" else Hla3PublishedState(*moments, P, H, m, h)

@@ -6,7 +6,8 @@ With primes for values at t-1 and every moment decaying by g::
     SK = g SK' + k k^T;  SQ = g SQ' + q q^T;  P = g P' + k v^T
     o  = (SK SQ P - G1 - G2 - G3)^T q
 
-The paper decays G1..G3 by g alone, which is not consistent with its own moments. A column of ones in v holds h1..h3.
+The paper decays G1..G3 by g alone, which is not consistent with its own moments. A column of ones in v holds
+h1..h3.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ State = tuple[Tensor, ...] | None
 Result = tuple[Tensor, ...]
 
 
-def run(
-    q: Tensor, k: Tensor, v: Tensor, log: Tensor | None, state: State, chunk_size: int | None, impl: str
-) -> Result:
+def run(q: Tensor, k: Tensor, v: Tensor, log: Tensor | None, state: State, chunk_size: int | None, impl: str) -> Result:
     """Output and the matrices SK, SQ, P, F, through the implementation named."""
     if impl == "reference":
         return _serial(q, k, v, log, state)
@@ -68,9 +67,8 @@ def _compose(q, k, v, log, state: State, chunk_size, impl) -> Result:
     how = {"chunk_size": chunk_size, "impl": impl}
     SK, SQ, P, F = (None, None, None, None) if state is None else state
     both = None if SK is None else torch.cat((SK, P), dim=-1)
-    read, both = scan(
-        q, k, torch.cat((k, v), dim=-1), log_decay=log, initial_state=both, exclusive=True, **how
-    )
+    both_values = torch.cat((k, v), dim=-1)
+    read, both = scan(q, k, both_values, log_decay=log, initial_state=both, exclusive=True, **how)
     a, b = read.split(widths, dim=-1)
     SK, P = both.split(widths, dim=-1)
     k, v, log = (per_query(x, query_heads) for x in (k, v, log))

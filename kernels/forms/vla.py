@@ -81,25 +81,22 @@ def vla(
             mask=mask,
             initial_state=initial_state,
         )
+    S, penalty_state, z = initial_state or (None, None, None)
+    key, write, penalty_state = vla_directions(
+        k,
+        u,
+        beta,
+        lambda0=lambda0,
+        penalty=penalty,
+        normalise_gate=normalise_gate,
+        feature_map=feature_map,
+        mask=mask,
+        initial_state=penalty_state,
+        chunk_size=chunk_size,
+        impl=impl,
+    )
     phi = _phi(feature_map)
     q, k = phi(q), keep(phi(k), mask)
-    key = unit(k)
-    S, penalty_state, z = initial_state or (None, None, None)
-    if penalty == "none":
-        gain = key / lambda0
-    else:
-        gained = penalty_gain(
-            key if u is None or penalty == "key" else keep(u, mask),
-            key,
-            lambda0=lambda0,
-            initial_state=penalty_state,
-            chunk_size=chunk_size,
-            impl=impl,
-        )
-        gain, penalty_state = gained.o, gained.final_state
-    write = unit(gain) if normalise_gate else gain
-    if beta is not None:
-        write = (write * beta.unsqueeze(-1)).to(write.dtype)
     scan = delta_scan(q, key, write, v, initial_state=S, chunk_size=chunk_size, impl=impl)
     if readout == "raw":
         return FormOutput(scan.o, VLAState(scan.final_state, penalty_state, None), impl=scan.impl)
@@ -108,6 +105,43 @@ def vla(
 
 
 _phi = feature_map
+
+
+def vla_directions(
+    k: Tensor,
+    u: Tensor | None,
+    beta: Tensor | None,
+    *,
+    lambda0: float = 0.1,
+    penalty: str = "learned",
+    normalise_gate: bool = True,
+    feature_map: str = "elu1",
+    mask: Tensor | None = None,
+    initial_state: PenaltyState | None = None,
+    chunk_size: int | None = None,
+    impl: str | Impl = "auto",
+) -> tuple[Tensor, Tensor, PenaltyState | None]:
+    """What VLA's delta rule reads along, k^, and writes along, beta a, with the penalty state after them.
+
+    The Jacobian of a step is `I - (beta a) k^T`.
+    """
+    key = keep(unit(_phi(feature_map)(k)), mask)
+    if penalty == "none":
+        gain, state = key / lambda0, None
+    else:
+        gained = penalty_gain(
+            key if u is None or penalty == "key" else keep(u, mask),
+            key,
+            lambda0=lambda0,
+            initial_state=initial_state,
+            chunk_size=chunk_size,
+            impl=impl,
+        )
+        gain, state = gained.o, gained.final_state
+    write = unit(gain) if normalise_gate else gain
+    if beta is not None:
+        write = (write * beta.unsqueeze(-1)).to(write.dtype)
+    return key, write, state
 
 
 def vla_serial(
