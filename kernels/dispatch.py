@@ -7,10 +7,13 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from linattn_cli.kernels.registry import PRIMITIVES
 from linattn_cli.kernels.types import Impl
-from torch import Tensor
 
 _overrides: dict[tuple[str, str], Callable] = {}
 
@@ -40,8 +43,6 @@ def why_not_triton(operator: str, tensor: Tensor) -> str | None:
     if not triton_available():
         return "the triton package is not installed"
     if tensor.is_cuda:
-        import torch
-
         if torch.cuda.get_device_capability(tensor.device) < (8, 0):
             return "the GPU is older than compute capability 8.0"
         return None
@@ -59,9 +60,7 @@ def resolve(operator: str, impl: str | Impl, tensor: Tensor) -> str:
     if wanted is Impl.AUTO:
         return "triton" if tensor.is_cuda and why_not_triton(operator, tensor) is None else "chunk"
     if wanted is Impl.SCAN:
-        raise ValueError(
-            f"{operator} has no impl 'scan'; forms have it, primitives are reference, chunk or triton"
-        )
+        raise ValueError(f"{operator} has no impl 'scan'; forms have it, primitives are reference, chunk or triton")
     if wanted is Impl.TRITON and (reason := why_not_triton(operator, tensor)) is not None:
         raise ValueError(f"impl='triton' was asked for but {reason}; use impl='chunk'")
     return wanted.value
@@ -75,6 +74,12 @@ def load(operator: str, impl: str) -> Callable:
     package = PRIMITIVES[operator].package
     module = importlib.import_module(f"linattn_cli.kernels.{package}.{impl}")
     return getattr(module, f"{operator}_{impl}")
+
+
+def run(operator: str, impl: str, *tensors: Tensor, **options: object) -> Any:
+    """Call a resolved implementation, autocast off: states and inverses never lose precision to it."""
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        return load(operator, impl)(*tensors, **options)
 
 
 @contextmanager

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from linattn_cli.kernels import dispatch
 from linattn_cli.kernels.types import Impl, ScanOutput
 from linattn_cli.kernels.validate import check_delta
-from torch import Tensor
 
 
 def delta_scan(
@@ -54,8 +55,17 @@ def delta_scan(
     """
     check_delta(q, p, a, v, log_decay, initial_state, chunk_size)
     resolved = dispatch.resolve("delta_scan", impl, v)
-    run = dispatch.load("delta_scan", resolved)
-    o, final_state, residual = run(
-        q, p, a, v, log_decay=log_decay, initial_state=initial_state, reverse=reverse, chunk_size=chunk_size
+    o, final_state, residual = dispatch.run(
+        "delta_scan",
+        resolved,
+        q,
+        p,
+        a,
+        v,
+        log_decay=log_decay,
+        initial_state=initial_state,
+        return_residual=return_residual,
+        reverse=reverse,
+        chunk_size=chunk_size,
     )
-    return ScanOutput(o, final_state, residual if return_residual else None, impl=resolved)
+    return ScanOutput(o, final_state, residual, impl=resolved)

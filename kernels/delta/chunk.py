@@ -30,12 +30,13 @@ def delta_scan_chunk(
     *,
     log_decay: Tensor | None,
     initial_state: Tensor | None,
+    return_residual: bool,
     reverse: bool,
     chunk_size: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """`delta_scan` in chunks; see its docstring for the recurrence and shapes."""
     if reverse:
-        return _reversed(q, p, a, v, log_decay, initial_state, chunk_size)
+        return _reversed(q, p, a, v, log_decay, initial_state, return_residual, chunk_size)
     batch, tokens, heads, key_dim = p.shape
     size = choose_chunk_size(tokens, chunk_size)
     dtype = state_dtype(p.dtype)
@@ -50,10 +51,12 @@ def delta_scan_chunk(
         initial_state,
     )
     o = queries_from_chunks(o, size, tokens, v.dtype)
-    return o, final_state, from_chunks(residual, tokens, dtype)
+    return o, final_state, from_chunks(residual, tokens, dtype) if return_residual else None
 
 
-def _reversed(q, p, a, v, log_decay, initial_state, chunk_size) -> tuple[Tensor, Tensor, Tensor]:
+def _reversed(
+    q, p, a, v, log_decay, initial_state, return_residual, chunk_size
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The reversed scan is the forward one on flipped tokens.
 
     A token decays the state as it leaves. The forward scan reads with `p` before the decay it applies, so
@@ -71,10 +74,13 @@ def _reversed(q, p, a, v, log_decay, initial_state, chunk_size) -> tuple[Tensor,
         v.flip(1),
         log_decay=log_decay,
         initial_state=initial_state,
+        return_residual=return_residual,
         reverse=False,
         chunk_size=chunk_size,
     )
-    return o.flip(1), final_state if leaving is None else leaving * final_state, residual.flip(1)
+    if leaving is not None:
+        final_state = leaving * final_state
+    return o.flip(1), final_state, None if residual is None else residual.flip(1)
 
 
 class _Interactions(NamedTuple):
@@ -104,9 +110,7 @@ def _solve(overwrite: Tensor, right: Tensor, *, transposed: bool = False) -> Ten
     neither side is copied.
     """
     system = overwrite if transposed else overwrite.mT
-    return torch.linalg.solve_triangular(
-        system, right.mT, upper=not transposed, left=False, unitriangular=True
-    ).mT
+    return torch.linalg.solve_triangular(system, right.mT, upper=not transposed, left=False, unitriangular=True).mT
 
 
 class _DeltaChunk(torch.autograd.Function):
@@ -143,9 +147,7 @@ def _delta_backward(q, p, a, log_decay, residual, starts, d_o, d_final, d_residu
     through = _solve(overwrite, a_to_end, transposed=True)
     q_writing = scale_rows(q, decay and decay.start).mT @ d_o
     p_writing = scale_rows(p, decay and decay.ahead).mT.neg()
-    d_states = advance_states(
-        d_final, decay and decay.total, p_writing, d_v, through, extra=q_writing, reverse=True
-    )
+    d_states = advance_states(d_final, decay and decay.total, p_writing, d_v, through, extra=q_writing, reverse=True)
     d_ends, d_initial = d_states[1:], d_states[0]
 
     d_overwrite = masked(d_v @ residual.mT, decay and decay.before, -1)

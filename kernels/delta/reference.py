@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from linattn_cli.kernels.layout import queries_time_first, stack_tokens, time_first
 from linattn_cli.kernels.types import state_dtype
-from torch import Tensor
 
 
 def delta_scan_reference(
@@ -16,9 +17,10 @@ def delta_scan_reference(
     *,
     log_decay: Tensor | None,
     initial_state: Tensor | None,
+    return_residual: bool,
     reverse: bool,
     chunk_size: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """One token at a time; see `delta_scan` for the recurrence."""
     batch, tokens, heads, key_dim = p.shape
     S = initial_state
@@ -40,4 +42,4 @@ def delta_scan_reference(
             S = write + (S if gs is None else gs[t] * S)
             outputs[t] = qs[t] @ S
         residuals[t] = r
-    return stack_tokens(outputs, v.dtype), S, torch.stack(residuals, dim=1)
+    return stack_tokens(outputs, v.dtype), S, torch.stack(residuals, dim=1) if return_residual else None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from linattn_cli.kernels import dispatch
 from linattn_cli.kernels.types import Impl, ScanOutput
 from linattn_cli.kernels.validate import check_linear
-from torch import Tensor
 
 
 def linear_scan(
@@ -52,8 +53,9 @@ def linear_scan(
     """
     check_linear(q, k, v, log_decay, initial_state, chunk_size)
     resolved = dispatch.resolve("linear_scan", impl, v)
-    run = dispatch.load("linear_scan", resolved)
-    o, final_state = run(
+    o, final_state = dispatch.run(
+        "linear_scan",
+        resolved,
         q,
         k,
         v,

@@ -44,6 +44,13 @@ def penalty_gain(
     """
     check_penalty(u, k, lambda0, initial_state, chunk_size)
     resolved = dispatch.resolve("penalty_gain", impl, k)
-    run = dispatch.load("penalty_gain", resolved)
-    x, final_state = run(u, k, lambda0=float(lambda0), initial_state=initial_state, chunk_size=chunk_size)
+    x, final_state = dispatch.run(
+        "penalty_gain",
+        resolved,
+        u,
+        k,
+        lambda0=float(lambda0),
+        initial_state=initial_state,
+        chunk_size=chunk_size,
+    )
     return ScanOutput(x, final_state, impl=resolved)

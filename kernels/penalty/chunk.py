@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from linattn_cli.kernels.chunk_algebra import masked
 from linattn_cli.kernels.layout import choose_chunk_size, queries_from_chunks, queries_to_chunks, to_chunks
-from linattn_cli.kernels.penalty.inverse import inverse, start
+from linattn_cli.kernels.penalty.inverse import REFRESH, inverse, start
 from linattn_cli.kernels.types import PenaltyState, state_dtype
 
 
@@ -34,17 +34,18 @@ def penalty_gain_chunk(
     size = choose_chunk_size(tokens, chunk_size)
     dtype = state_dtype(u.dtype)
     mass, first_inverse, age = start(u, lambda0, initial_state)
+    # only short calls, decoding above all, pass on an inverse that carries their own downdates
+    fresh = age + tokens >= REFRESH
     x, final_mass, final_inverse = _PenaltyChunk.apply(
         to_chunks(u, size, dtype),
         queries_to_chunks(k, heads, size, dtype),
         mass,
         first_inverse.detach(),
         lambda0,
+        fresh,
     )
-    last_chunk = tokens - (tokens - 1) // size * size
-    age = age + tokens if tokens <= size else last_chunk
     x = queries_from_chunks(x, size, tokens, k.dtype)
-    return x, PenaltyState(final_mass, final_inverse, age)
+    return x, PenaltyState(final_mass, final_inverse, 0 if fresh else age + tokens)
 
 
 class _PenaltyChunk(torch.autograd.Function):
@@ -55,7 +56,7 @@ class _PenaltyChunk(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, u, k, mass, first_inverse, lambda0: float):
+    def forward(ctx: Any, u, k, mass, first_inverse, lambda0: float, fresh: bool):
         sums = (u.mT @ u).cumsum(0)
         starts = torch.cat((first_inverse.unsqueeze(0), inverse(mass + sums[:-1], lambda0)))
         projected = u @ starts
@@ -63,9 +64,10 @@ class _PenaltyChunk(torch.autograd.Function):
         gram.diagonal(dim1=-2, dim2=-1).add_(1)
         downdates = torch.linalg.solve_triangular(torch.linalg.cholesky(gram), projected, upper=False)
         x = _apply_inverse(k, starts, downdates)
-        final_inverse = starts[-1] - downdates[-1].mT @ downdates[-1]
+        final_mass = mass + sums[-1]
+        final_inverse = inverse(final_mass, lambda0) if fresh else starts[-1] - downdates[-1].mT @ downdates[-1]
         ctx.save_for_backward(u, x, starts, downdates, final_inverse)
-        return x, mass + sums[-1], final_inverse
+        return x, final_mass, final_inverse
 
     @staticmethod
     @once_differentiable
@@ -78,7 +80,7 @@ class _PenaltyChunk(torch.autograd.Function):
             d_ends = torch.cat((later[1:], torch.zeros_like(later[:1]))) + d_final
             d_u = u @ d_ends - masked(x @ u.mT, None, 0).mT @ y - masked(y @ u.mT, None, 0).mT @ x
             d_mass = (later[0] + d_final) / 2
-        return d_u, y, d_mass, None, None
+        return d_u, y, d_mass, None, None, None
 
 
 def _apply_inverse(k: Tensor, starts: Tensor, downdates: Tensor) -> Tensor:
