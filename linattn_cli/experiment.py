@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linattn_cli.config import RunConfig, dump_recipe, load_run_config
+from linattn_cli.config import MqarConfig, RunConfig, dump_recipe, load_run_config
 from linattn_cli.output import CliError
 from linattn_cli.runs import CHECKPOINTS, RECIPE, RunFolder, read_metrics, require_run, resume_command
 
@@ -194,9 +194,17 @@ def train(start: Start, doc: Document, *, out: Path | None) -> None:
             "run": str(run.path),
         }
         run.write_result(jsonable(doc.as_dict()))
-    where = shlex.quote(str(run.path))
     doc.note(f"saved in {run.path}")
-    doc.note(f"next: linattn eval {where}" + (" --n-pairs 4,8,16,32" if task.name == "mqar" else ""))
+    doc.note(f"next: linattn eval {shlex.quote(str(run.path))}{_other_sizes(config)}")
+
+
+def _other_sizes(config: RunConfig) -> str:
+    """Half and twice the pairs of the training, as an option of `eval`."""
+    if not isinstance(config.task, MqarConfig):
+        return ""
+    n = config.task.n_pairs
+    sizes = sorted({max(1, n // 2), n, 2 * n if 4 * n < config.task.vocab_size else n})
+    return " --n-pairs " + ",".join(map(str, sizes))
 
 
 def load_weights(model: LanguageModel, checkpoint: Checkpoint) -> None:
@@ -265,7 +273,7 @@ def probe(model: LanguageModel, task: Task, config: RunConfig, device: torch.dev
     norms = [found.largest for found in jacobian_norms(model, tokens_BT, dtype=config.train.dtype)]
     figures: dict[str, Any] = {
         "state_bytes": model.state_bytes(state),
-        **{f"state_norm_max_{name}": value for name, value in state_norms(state).items()},
+        **{f"state_norm_max_{name}": value for name, value in state_norms(state.layers).items()},
         "jacobian_norm_max": max(norms, default=None),
     }
     if not norms:

@@ -7,7 +7,7 @@ is `g_t I`. Softmax carries no state of fixed size and has none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,8 @@ def jacobian_norm(log_decay: Tensor | None, a: Tensor | None, p: Tensor | None) 
     log_decay  `[B, T, H]`, natural log; None is no decay
     a, p       `[B, T, H, K]`, both or neither; neither is a linear recurrence
 
-    Returns `[B, T, H]` float64. Raises `ValueError` if nothing says how large the result is.
+    Returns `[B, T, H]` float64; `[1, 1, 1]` where all three are None and every step is the identity. Raises
+    `ValueError` if only one of a and p is given.
 
     The norm of `I - a p^T` with unit a and p and `c = a.p` is `(1 + sqrt(5 - 4c)) / 2`, 1 only at c = 1:
 
@@ -46,12 +47,11 @@ def jacobian_norm(log_decay: Tensor | None, a: Tensor | None, p: Tensor | None) 
     >>> round(float(jacobian_norm(None, a, p)), 6), round(float((1 + (5 - 4 * 0.6) ** 0.5) / 2), 6)
     (1.306226, 1.306226)
     """
-    if (a is None) != (p is None) or (a is None and log_decay is None):
-        raise ValueError("jacobian_norm needs a and p together, or log_decay alone")
+    if (a is None) != (p is None):
+        raise ValueError("jacobian_norm needs a and p together, or neither")
     decay = None if log_decay is None else log_decay.detach().double().exp()
     if a is None or p is None:
-        assert decay is not None
-        return decay
+        return torch.ones(1, 1, 1, dtype=torch.float64) if decay is None else decay
     a, p = a.detach().double(), p.detach().double()
     eye = torch.eye(a.shape[-1], dtype=torch.float64, device=a.device)
     scaled = eye if decay is None else decay[..., None, None] * eye
@@ -104,7 +104,7 @@ def jacobian_norms(model: nn.Module, tokens_BT: Tensor, *, dtype: str = "float32
     return found
 
 
-def state_norms(state: Any) -> dict[str, float]:
+def state_norms(layers: Iterable[Any]) -> dict[str, float]:
     """Largest Frobenius norm over layers, heads and sequences of each matrix that the equations name.
 
     These are the fields called by a capital letter, and the inverse of the penalty, which is A; what a layer
@@ -115,7 +115,7 @@ def state_norms(state: Any) -> dict[str, float]:
     {'A': 2.0}
     """
     largest: dict[str, float] = {}
-    for layer in state if isinstance(state, list) else [state]:
+    for layer in layers:
         for field, norms in matrix_norms(layer).items():
             name = "A" if field == "inverse" else field
             if name[0].isupper():

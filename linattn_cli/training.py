@@ -42,7 +42,7 @@ def learning_rate(step: int, settings: TrainConfig) -> float:
     """
     warmup = settings.warmup_steps
     if step < warmup:
-        return settings.lr * (step + 1) / warmup
+        return settings.lr * ((step + 1) / warmup)
     return settings.lr * 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, settings.steps - warmup)))
 
 

@@ -54,9 +54,9 @@ def evaluate(
     trained length, others take the shortest legal one. Rows longer than the training sequences are marked.
     """
     with output.command("eval", fmt=fmt, json=json, quiet=quiet, debug=debug) as doc:
-        from linattn_cli import experiment
+        from linattn_cli import heldout
 
-        experiment.evaluate_run(
+        heldout.evaluate_run(
             run,
             doc,
             n_pairs=None if n_pairs is None else parse_ints(n_pairs, "--n-pairs"),

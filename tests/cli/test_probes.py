@@ -24,9 +24,7 @@ def unit(*shape, seed):
 def test_the_norm_is_that_of_the_published_closed_form_for_unit_vectors():
     a, p = unit(2, 5, 3, 7, seed=0), unit(2, 5, 3, 7, seed=1)
     c = (a * p).sum(-1)
-    torch.testing.assert_close(
-        jacobian_norm(None, a, p), (1 + (5 - 4 * c).sqrt()) / 2, rtol=1e-12, atol=1e-12
-    )
+    torch.testing.assert_close(jacobian_norm(None, a, p), (1 + (5 - 4 * c).sqrt()) / 2, rtol=1e-12, atol=1e-12)
 
 
 def test_a_step_along_the_key_itself_has_norm_one_and_decay_scales_it():
@@ -58,10 +56,13 @@ def test_a_linear_recurrence_has_the_norm_of_its_decay():
     ]
 
 
-@pytest.mark.parametrize("factors", [(None, None, None), (None, torch.ones(1, 1, 1, 2), None)])
-def test_factors_that_say_nothing_are_refused(factors):
-    with pytest.raises(ValueError, match="needs a and p together, or log_decay alone"):
-        jacobian_norm(*factors)
+def test_a_sum_without_decay_is_the_identity():
+    assert jacobian_norm(None, None, None).tolist() == [[[1.0]]]
+
+
+def test_one_of_two_vectors_is_refused():
+    with pytest.raises(ValueError, match="needs a and p together, or neither"):
+        jacobian_norm(None, torch.ones(1, 1, 1, 2), None)
 
 
 class Delta(nn.Module):
