@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -192,19 +193,44 @@ def _markdown_table(rows: list[Row], columns: list[str]) -> str:
 
 
 def _rich_table(rows: list[Row], columns: list[str]) -> str:
+    """A table for the terminal's width: text wraps between words, numbers and words never break.
+
+    What cannot fit even so is printed wider, for the terminal to wrap: nothing is cut.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in columns:
+    body = _cells(rows, columns)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    needed = 0
+    for index, name in enumerate(columns):
+        words = [word for line in body for word in line[index].split()]
+        widest = max(map(len, words), default=0)
+        header = _wrapped_name(name, widest)
+        least = max(widest, *map(len, header.split("\n")))
         justify: Any = _alignment(rows, name)
-        table.add_column(Text(name), justify=justify, overflow="fold")
-    for line in _cells(rows, columns):
+        table.add_column(Text(header), justify=justify, min_width=least, vertical="top")
+        needed += least + 2
+    for line in body:
         table.add_row(*(Text(text) for text in line))
-    width = shutil.get_terminal_size().columns
+    width = max(shutil.get_terminal_size().columns, needed)
     console = Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False)
     with console.capture() as capture:
         console.print(table)
-    return capture.get().lstrip("\n")
+    return capture.get()
+
+
+def _wrapped_name(name: str, width: int) -> str:
+    """A column's name on lines of at most `width` where its underscores allow it.
+
+    >>> _wrapped_name("peak_memory_mib", 7)
+    'peak_\\nmemory_\\nmib'
+    """
+    lines = [""]
+    for piece in re.findall(r"[^_]+_?|_", name):
+        if lines[-1] and len(lines[-1]) + len(piece) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(lines)

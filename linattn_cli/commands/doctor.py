@@ -31,21 +31,11 @@ def doctor(
             "checks": len(doc.results),
             "checks_passed": len(doc.results) - len(wrong),
         }
-        doc.columns = [
-            "operator",
-            "device",
-            "impl",
-            "quantity",
-            "max_error",
-            "budget",
-            "first_call_s",
-            "latency_ms",
-        ]
-        doc.columns += ["passed"] + (["problem"] if wrong else [])
+        doc.columns = ["operator", "impl", "quantity", "max_error", "budget", "first_call_s", "latency_ms", "passed"]
+        doc.columns[1:1] = ["device"] if len(devices) > 1 else []
+        doc.columns += ["problem"] if any(row.get("problem") for row in wrong) else []
         if wrong:
-            names = ", ".join(
-                dict.fromkeys(f"{row['operator']} ({row['impl']}, {row['device']})" for row in wrong)
-            )
+            names = ", ".join(dict.fromkeys(f"{row['operator']} ({row['impl']}, {row['device']})" for row in wrong))
             doc.fail(
                 f"{len(wrong)} of {len(doc.results)} checks failed: {names}",
                 hint="do not trust results here. --impl chunk avoids Triton, --json has details to report",

@@ -418,6 +418,19 @@ def test_a_terminal_gets_a_table_of_its_width_with_every_word():
     assert 50 < max(len(line) for line in lines) <= 60
 
 
+def test_a_narrow_terminal_breaks_between_words_never_inside_numbers():
+    code = """
+        from linattn_cli import output
+        with output.command("probe") as doc:
+            doc.results = [{f"a_long_name_{i}": 1.234e-7 for i in range(9)} | {"text": "some words to wrap " * 3}]
+    """
+    shown = at_terminal(code, columns=40)
+    assert shown.count("1.234e-07") == 9
+    for word in ("some", "words", "wrap"):
+        assert shown.count(word) == 3
+    assert "a_long_" in shown
+
+
 def test_no_color_is_respected():
     plain = at_terminal(TABLE, NO_COLOR="1")
     assert "\x1b[3" not in plain.replace("\x1b[39m", "")
