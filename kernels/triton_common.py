@@ -121,35 +121,19 @@ def store_matrix(p_x, b_x, o_r, R: tl.constexpr, row, o_c, N: tl.constexpr):
 
 @triton.jit
 def load_decay(p_decay, o_t, T, H):
-    return tl.maximum(tl.load(p_decay + o_t.to(tl.int64) * H, mask=o_t < T, other=0.0).to(tl.float32), NEVER)
+    """Log-decays of a chunk, their running sum and their total, all float64.
 
-
-@triton.jit
-def pair_decay(b_decay, C: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr):
-    """Decay from the write of token s (column) to the read of token t (row), zero where s is not before t.
-
-    STRICT leaves out the decay next to the read (forward) or to the write (reverse), and the diagonal.
-    Only the log-decays between the two tokens are summed: a difference of long sums would lose digits.
+    In float64 a difference of two running sums keeps the digits of the decays between two tokens, also beside
+    one that is a thousand times stronger. It is one vector a chunk.
     """
-    o_r = tl.arange(0, C)[:, None]
-    o_c = tl.arange(0, C)[None, :]
-    b_rows = tl.broadcast_to(b_decay[:, None], (C, C))
-    b_columns = tl.broadcast_to(b_decay[None, :], (C, C))
-    one, zero = tl.full((C, C), 1.0, tl.float32), tl.full((C, C), 0.0, tl.float32)
-    if REVERSE:
-        b_sum = tl.dot(tl.where(o_c > o_r, b_columns, 0.0), tl.where(o_r < o_c, one, zero), input_precision="tf32x3")
-        if STRICT:
-            return tl.where(o_r < o_c, tl.exp(b_sum), 0.0)
-        return tl.where(o_r < o_c, tl.exp(b_sum + b_columns), tl.where(o_r == o_c, 1.0, 0.0))
-    b_sum = tl.dot(tl.where(o_c < o_r, one, zero), tl.where(o_r > o_c, b_rows, 0.0), input_precision="tf32x3")
-    if STRICT:
-        return tl.where(o_r > o_c, tl.exp(b_sum), 0.0)
-    return tl.where(o_r > o_c, tl.exp(b_sum + b_rows), tl.where(o_r == o_c, 1.0, 0.0))
+    b_decay = tl.load(p_decay + o_t.to(tl.int64) * H, mask=o_t < T, other=0.0).to(tl.float32)
+    b_decay = tl.maximum(b_decay, NEVER).to(tl.float64)
+    return b_decay, tl.cumsum(b_decay, axis=0), tl.sum(b_decay, axis=0)
 
 
 @triton.jit
 def pair_mask(C: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr):
-    """`pair_decay` without decay: 1 where token s (column) is before token t (row)."""
+    """Where the write of token s (column) comes before the read of token t (row)."""
     o_r = tl.arange(0, C)[:, None]
     o_c = tl.arange(0, C)[None, :]
     if REVERSE:
@@ -158,16 +142,28 @@ def pair_mask(C: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr):
 
 
 @triton.jit
-def partial_decay(b_decay, C: tl.constexpr, AFTER: tl.constexpr, STRICT: tl.constexpr):
-    """Decay of all tokens after (or before) each token, with or without its own."""
-    o_r = tl.arange(0, C)[:, None]
-    o_c = tl.arange(0, C)[None, :]
-    if AFTER:
-        keep = (o_r > o_c) if STRICT else (o_r >= o_c)
+def pair_decay(b_decay, b_sum, C: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr):
+    """Decay from the write of token s (column) to the read of token t (row), zero where s is not before t.
+
+    STRICT leaves out the decay next to the read (forward) or to the write (reverse), and the diagonal.
+    """
+    b_own = b_sum - b_decay if STRICT else b_sum
+    if REVERSE:
+        b_log = b_own[None, :] - b_sum[:, None]
     else:
-        keep = (o_r < o_c) if STRICT else (o_r <= o_c)
-    b_rows = tl.broadcast_to(b_decay[:, None], (C, C))
-    return tl.exp(tl.sum(tl.where(keep, b_rows, 0.0), axis=0))
+        b_log = b_own[:, None] - b_sum[None, :]
+    b_pair = tl.exp(tl.minimum(b_log, 0.0).to(tl.float32))
+    return tl.where(pair_mask(C, REVERSE, STRICT), b_pair, 0.0)
+
+
+@triton.jit
+def edge_decay(b_decay, b_sum, b_total, AFTER: tl.constexpr, STRICT: tl.constexpr):
+    """Decay of all tokens after (or before) each token, its own left out if STRICT."""
+    if AFTER:
+        b_log = b_total - b_sum if STRICT else b_total - b_sum + b_decay
+    else:
+        b_log = b_sum - b_decay if STRICT else b_sum
+    return tl.exp(b_log.to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "length"])
@@ -197,10 +193,10 @@ def outer_sum_kernel(
         i_c = first + count - 1 - n if REVERSE else first + n
         o_t = i_c * C + tl.arange(0, C)
         if DECAY:
-            b_decay = load_decay(p_decay, o_t, T, H)
-            b_write = partial_decay(b_decay, C, not REVERSE, STRICT or not REVERSE)
-            b_S *= tl.exp(tl.sum(b_decay, axis=0))
-            total += tl.sum(b_decay, axis=0)
+            b_decay, b_sum, b_total = load_decay(p_decay, o_t, T, H)
+            b_write = edge_decay(b_decay, b_sum, b_total, not REVERSE, STRICT or not REVERSE)
+            b_S *= tl.exp(b_total.to(tl.float32))
+            total += b_total.to(tl.float32)
         for j in range(J):
             b_k = load_rows(p_k + j * K, o_t, T, H * J * K, o_k, K, BK)
             b_v = load_rows(p_v + j * V, o_t, T, H * J * V, o_v, V, BV)

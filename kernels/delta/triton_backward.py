@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from linattn_cli.kernels.delta.triton_forward import edge_weights, pair_weights
-from linattn_cli.kernels.triton_common import dot, load_decay, load_matrix, load_rows, store_matrix, store_rows
+from linattn_cli.kernels.triton_common import dot, load_matrix, load_rows, store_matrix, store_rows
 
 
 @triton.jit(do_not_specialize=["T", "chunks"])
@@ -46,10 +46,10 @@ def prepare_adjoint_kernel(
         b_score = b_m * dot(b_q, tl.trans(b_a), DOT, PRECISION)
         b_y += dot(tl.trans(b_score), b_do, DOT, PRECISION)
     store_rows(p_u + row * V, dot(b_x, b_y, DOT, PRECISION), o_t, T, H * V, o_v, V, BV)
+    if DECAY:
+        _, _, b_write, _ = edge_weights(p_decay + row, o_t, T, H, REVERSE)
+        b_a = b_a * b_write[:, None]
     if i_v == 0:
-        if DECAY:
-            _, _, b_write, _ = edge_weights(load_decay(p_decay + row, o_t, T, H), C, REVERSE)
-            b_a = b_a * b_write[:, None]
         store_rows(p_w + row * K, dot(b_x, b_a, DOT, PRECISION), o_t, T, H * K, o_k, K, BK)
 
 
@@ -75,7 +75,7 @@ def adjoint_offset_kernel(
         b_p = load_rows(p_p + row * K, o_t, T, H * K, o_k, K, BK)
         b_dv = b_u + dot(b_w, b_D, DOT, PRECISION)
         if DECAY:
-            b_read, b_query, _, b_total = edge_weights(load_decay(p_decay + row, o_t, T, H), C, REVERSE)
+            b_read, b_query, _, b_total = edge_weights(p_decay + row, o_t, T, H, REVERSE)
             b_p = b_p * b_read[:, None]
             b_D *= b_total
         for j in range(G):
@@ -123,7 +123,7 @@ def adjoint_kernel(
         b_da = dot(b_r, tl.trans(b_D), DOT, PRECISION)
         b_n *= dot(b_dv, tl.trans(b_r), DOT, PRECISION)
         if DECAY:
-            b_read, b_query, b_write, b_total = edge_weights(load_decay(p_decay + row, o_t, T, H), C, REVERSE)
+            b_read, b_query, b_write, b_total = edge_weights(p_decay + row, o_t, T, H, REVERSE)
             b_da *= b_write[:, None]
             b_D *= b_total
         b_da -= dot(tl.trans(b_n), b_p, DOT, PRECISION)
@@ -174,7 +174,7 @@ def read_gradient_kernel(
         b_n, b_m = pair_weights(p_decay + row, o_t, T, H, C, DECAY, REVERSE)
         b_dp = dot(b_dv, tl.trans(b_S), DOT, PRECISION)
         if DECAY:
-            b_read, b_query, b_write, b_total = edge_weights(load_decay(p_decay + row, o_t, T, H), C, REVERSE)
+            b_read, b_query, b_write, b_total = edge_weights(p_decay + row, o_t, T, H, REVERSE)
             b_dp *= b_read[:, None]
         b_n *= dot(b_dv, tl.trans(b_r), DOT, PRECISION)
         b_dp += dot(b_n, b_a, DOT, PRECISION)

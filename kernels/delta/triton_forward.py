@@ -17,12 +17,12 @@ import triton.language as tl
 
 from linattn_cli.kernels.triton_common import (
     dot,
+    edge_decay,
     load_decay,
     load_matrix,
     load_rows,
     pair_decay,
     pair_mask,
-    partial_decay,
     store_matrix,
     store_rows,
 )
@@ -35,22 +35,22 @@ def pair_weights(p_decay, o_t, T, H, C: tl.constexpr, DECAY: tl.constexpr, REVER
         b_n = tl.where(pair_mask(C, REVERSE, True), 1.0, 0.0)
         return b_n, tl.where(pair_mask(C, REVERSE, False), 1.0, 0.0)
     o_r, o_c = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    b_decay = load_decay(p_decay, o_t, T, H)
+    b_decay, b_sum, _ = load_decay(p_decay, o_t, T, H)
     if REVERSE:
-        b_m = pair_decay(b_decay, C, True, False)
+        b_m = pair_decay(b_decay, b_sum, C, True, False)
         return tl.where(o_r < o_c, b_m, 0.0), b_m
-    b_n = pair_decay(b_decay, C, False, True)
-    return b_n, tl.where(o_r == o_c, 1.0, b_n * tl.exp(b_decay)[:, None])
+    b_n = pair_decay(b_decay, b_sum, C, False, True)
+    return b_n, tl.where(o_r == o_c, 1.0, b_n * tl.exp(b_decay.to(tl.float32))[:, None])
 
 
 @triton.jit
-def edge_weights(b_decay, C: tl.constexpr, REVERSE: tl.constexpr):
+def edge_weights(p_decay, o_t, T, H, REVERSE: tl.constexpr):
     """Decay from the entering edge to the reads and to the queries, from the writes to the leaving edge, overall."""
-    b_total = tl.exp(tl.sum(b_decay, axis=0))
-    b_query = partial_decay(b_decay, C, REVERSE, REVERSE)
-    b_read = partial_decay(b_decay, C, REVERSE, True)
-    b_write = partial_decay(b_decay, C, not REVERSE, not REVERSE)
-    return b_read, b_query, b_write, b_total
+    b_decay, b_sum, b_total = load_decay(p_decay, o_t, T, H)
+    b_query = edge_decay(b_decay, b_sum, b_total, REVERSE, REVERSE)
+    b_read = edge_decay(b_decay, b_sum, b_total, REVERSE, True)
+    b_write = edge_decay(b_decay, b_sum, b_total, not REVERSE, not REVERSE)
+    return b_read, b_query, b_write, tl.exp(b_total.to(tl.float32))
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def prepare_kernel(
     if SAVE:
         store_rows(p_inverse + row * C, b_x, o_t, T, H * C, o_c, C, C)
     if DECAY:
-        b_read = partial_decay(load_decay(p_decay + row, o_t, T, H), C, REVERSE, True)
+        b_read, _, _, _ = edge_weights(p_decay + row, o_t, T, H, REVERSE)
         b_p = b_p * b_read[:, None]
     store_rows(p_w + row * K, dot(b_x, b_p, DOT, PRECISION), o_t, T, H * K, o_k, K, BK)
     for i_v in tl.static_range((V + BV - 1) // BV):
@@ -122,7 +122,7 @@ def map_kernel(
         b_u = load_rows(p_u + row * V, o_t, T_u, H * V, o_x, V, BV)
         b_r = b_u - dot(b_w, b_S, DOT, PRECISION)
         if DECAY:
-            _, _, b_write, b_total = edge_weights(load_decay(p_decay + row, o_t, T, H), C, REVERSE)
+            _, _, b_write, b_total = edge_weights(p_decay + row, o_t, T, H, REVERSE)
             b_a = b_a * b_write[:, None]
             b_S *= b_total
         b_S += dot(tl.trans(b_a), b_r, DOT, PRECISION)
@@ -159,9 +159,7 @@ def chain_kernel(
         i_next = i_s - 1 if REVERSE else i_s + 1
         if BK <= 128:
             b_F = load_matrix(p_transition + i_s * K * K, o_k, K, row, o_k, K, column)
-            b_S = load_matrix(p_offset + i_s * K * V, o_k, K, V, o_v, V, 1) + tl.dot(
-                b_F, b_S, input_precision="tf32x3"
-            )
+            b_S = load_matrix(p_offset + i_s * K * V, o_k, K, V, o_v, V, 1) + tl.dot(b_F, b_S, input_precision="tf32x3")
             store_matrix(p_start + i_next * K * V, b_S, o_k, K, V, o_v, V)
         else:
             tl.debug_barrier()
@@ -202,7 +200,7 @@ def output_kernel(
         store_rows(p_residual + row * V, b_r, o_t, T, H * V, o_v, V, BV)
         _, b_m = pair_weights(p_decay + row, o_t, T, H, C, DECAY, REVERSE)
         if DECAY:
-            _, b_query, b_write, b_total = edge_weights(load_decay(p_decay + row, o_t, T, H), C, REVERSE)
+            _, b_query, b_write, b_total = edge_weights(p_decay + row, o_t, T, H, REVERSE)
         for j in range(G):
             b_q = load_rows(p_q + (row * G + j) * K, o_t, T, H * G * K, o_k, K, BK)
             b_score = b_m * dot(b_q, tl.trans(b_a), DOT, PRECISION)

@@ -17,6 +17,7 @@ from torch import Tensor
 from linattn_cli.kernels.triton_common import (
     choose_blocks,
     dot,
+    edge_decay,
     edge_products,
     edge_states,
     leaving_states,
@@ -25,7 +26,6 @@ from linattn_cli.kernels.triton_common import (
     load_rows,
     pair_decay,
     pair_mask,
-    partial_decay,
     refuse_float64,
     segment_cumsum,
     split_time,
@@ -67,13 +67,13 @@ def _output_kernel(
         o_t = i_c * C + tl.arange(0, C)
         b_q = load_rows(p_q, o_t, T, H * G * K, o_k, K, BK)
         if DECAY:
-            b_decay = load_decay(p_decay, o_t, T, H)
-            b_pair = pair_decay(b_decay, C, REVERSE, STRICT)
-            b_write = partial_decay(b_decay, C, not REVERSE, STRICT or not REVERSE)
+            b_decay, b_sum, b_total = load_decay(p_decay, o_t, T, H)
+            b_pair = pair_decay(b_decay, b_sum, C, REVERSE, STRICT)
+            b_write = edge_decay(b_decay, b_sum, b_total, not REVERSE, STRICT or not REVERSE)
             # a reverse scan enters from the right, undecayed by the token itself
-            b_read = partial_decay(b_decay, C, REVERSE, STRICT or REVERSE)
+            b_read = edge_decay(b_decay, b_sum, b_total, REVERSE, STRICT or REVERSE)
             b_o = dot(b_q * b_read[:, None], b_S, DOT, PRECISION)
-            b_S *= tl.exp(tl.sum(b_decay, axis=0))
+            b_S *= tl.exp(b_total.to(tl.float32))
         else:
             b_o = dot(b_q, b_S, DOT, PRECISION)
         for j in range(J):

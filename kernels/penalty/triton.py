@@ -1,0 +1,165 @@
+"""The penalty gain on a GPU: the launches of its forward and backward, as two custom operators.
+
+Forward: masses at the edges of the super-chunks, then one kernel that inverts them and walks. Backward, with
+y = gain(u, dx): `dk = y`, and du from a scan of `y x^T + x y^T` in reverse time. Saved: x, the downdates w, and
+one inverse a super-chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from linattn_cli.kernels.penalty.inverse import REFRESH
+from linattn_cli.kernels.penalty.library import WIDE_CHUNK, wide_apply, wide_gain
+from linattn_cli.kernels.penalty.triton_kernels import apply_kernel, gain_kernel, mass_gradient_kernel
+from linattn_cli.kernels.triton_common import Blocks, choose_blocks, edge_states, refuse_float64, split_time
+from linattn_cli.kernels.types import PenaltyState
+
+STEP = 16  # tokens eliminated at once: elimination is serial, and 32 or 64 were slower (GPU.md)
+WIDEST = 128  # above it A no longer fits the registers, and the factorisations of the library serve
+
+
+def _plan(u: Tensor, chunk: int, given: bool) -> tuple[Blocks, tuple[int, int, int]]:
+    B, T, H, K = u.shape
+    blocks = choose_blocks(K, K, u.dtype, WIDE_CHUNK if K > WIDEST else chunk or None)
+    chunks = -(-T // blocks.C)
+    if given:
+        return blocks, (chunks, chunks, 1)
+    if K > WIDEST:
+        return blocks, (chunks, WIDE_CHUNK // blocks.C, -(-T // WIDE_CHUNK))
+    return blocks, split_time(T, blocks.C, B * H, u.device)
+
+
+def _warps(BK: int) -> int:
+    return {16: 1, 32: 2, 64: 4}.get(BK, 8)
+
+
+@torch.library.custom_op(
+    "linattn::penalty_gain",
+    mutates_args=(),
+    schema="(Tensor u, Tensor k, Tensor? mass, Tensor? inverse, float lambda0, int chunk, bool save) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _penalty_gain(u, k, mass, inverse, lambda0, chunk, save):
+    u, k = u.contiguous(), k.contiguous()
+    mass = None if mass is None else mass.contiguous()
+    B, T, H, K = u.shape
+    given = inverse is not None
+    blocks, split = _plan(u, chunk, given)
+    _, length, supers = split
+    x, final_inverse, inverses, w = _outputs(u, k, chunk, given, save)
+    edges, final_mass = edge_states(u, u, None, mass, H, blocks, split)
+    masses = torch.cat((edges, final_mass.unsqueeze(2)), dim=2)
+    if K > WIDEST:
+        x, w_all, inverses, final_inverse = wide_gain(u, k, masses, lambda0)
+        return x, final_mass, final_inverse, inverses, w_all if save else w
+    gain_kernel[((supers + (not given)) * B * H,)](
+        u, k, masses, inverse.contiguous() if given else masses, inverses, w, x, final_inverse,
+        T, length * blocks.C, supers, B, H, lambda0,
+        K=K, BK=blocks.BK, C=STEP, G=k.shape[2] // H, GIVEN=given, SAVE=save,
+        num_warps=_warps(blocks.BK), num_stages=1,
+    )  # fmt: skip
+    return x, final_mass, final_inverse, inverses, w
+
+
+def _outputs(u: Tensor, k: Tensor, chunk: int, given: bool, save: bool) -> tuple[Tensor, ...]:
+    """Unfilled outputs: x, final inverse, the inverse at every edge, and the downdates."""
+    B, T, H, K = u.shape
+    _, (_, _, supers) = _plan(u, chunk, given)
+    options = {"dtype": torch.float32, "device": u.device}
+    return (
+        torch.empty(k.shape, dtype=k.dtype, device=k.device),
+        torch.empty(B, H, K, K, **options),
+        torch.empty(B, H, supers, K, K, **options),
+        torch.empty(B, T if save else 0, H, K, **options),
+    )
+
+
+@_penalty_gain.register_fake
+def _(u, k, mass, inverse, lambda0, chunk, save):
+    x, final_inverse, inverses, w = _outputs(u, k, chunk, inverse is not None, save)
+    return x, torch.empty_like(final_inverse), final_inverse, inverses, w
+
+
+@torch.library.custom_op(
+    "linattn::penalty_gain_backward",
+    mutates_args=(),
+    schema="(Tensor? d_x, Tensor? d_mass, Tensor? d_inverse, Tensor u, Tensor x, Tensor final_inverse, "
+    "Tensor inverses, Tensor w, int chunk, bool given) -> (Tensor, Tensor, Tensor)",
+)
+def _penalty_gain_backward(d_x, d_mass, d_inverse, u, x, final_inverse, inverses, w, chunk, given):
+    u = u.contiguous()
+    d_x = torch.zeros_like(x) if d_x is None else d_x.contiguous()
+    B, T, H, K = u.shape
+    Q = x.shape[2]
+    blocks, split = _plan(u, chunk, given)
+    _, length, supers = split
+    tokens = length * blocks.C
+    if K > WIDEST:
+        y = wide_apply(d_x, inverses, w)
+    else:
+        y = torch.empty_like(d_x)
+        apply_kernel[(supers * B * H,)](
+            d_x, inverses, w, y, T, tokens, supers, B, H,
+            K=K, BK=blocks.BK, C=STEP, G=Q // H, num_warps=_warps(blocks.BK), num_stages=2,
+        )  # fmt: skip
+    d_final = None if d_mass is None else -d_mass
+    if d_inverse is not None:  # dM = -A dA A
+        through_inverse = final_inverse @ d_inverse @ final_inverse
+        d_final = through_inverse if d_final is None else d_final + through_inverse
+    edges, total = edge_states(y, x, None, d_final, H, blocks, split, reverse=True)
+    d_u = torch.empty_like(u)
+    mass_gradient_kernel[(supers * B * H, triton.cdiv(K, blocks.BV))](
+        u, x, y, edges, d_u, T, tokens, supers, B, H,
+        K=K, BK=blocks.BK, BV=blocks.BV, C=blocks.C, G=Q // H,
+        DOT=blocks.dot, PRECISION=blocks.precision, num_warps=blocks.num_warps, num_stages=1,
+    )  # fmt: skip
+    return d_u, y, (total + total.mT) / -2
+
+
+@_penalty_gain_backward.register_fake
+def _(d_x, d_mass, d_inverse, u, x, final_inverse, inverses, w, chunk, given):
+    d_u = torch.empty(u.shape, dtype=u.dtype, device=u.device)
+    return d_u, torch.empty_like(x), torch.empty_like(final_inverse)
+
+
+def _setup(ctx: Any, inputs, output) -> None:
+    u, _, mass, inverse, _, ctx.chunk, _ = inputs
+    x, _, final_inverse, inverses, w = output
+    ctx.set_materialize_grads(False)
+    ctx.has_mass, ctx.given = mass is not None, inverse is not None
+    ctx.save_for_backward(u, x, final_inverse, inverses, w)
+
+
+def _backward(ctx: Any, d_x, d_mass, d_inverse, *_):
+    d_u, d_k, d_initial = _penalty_gain_backward(d_x, d_mass, d_inverse, *ctx.saved_tensors, ctx.chunk, ctx.given)
+    return d_u, d_k, d_initial if ctx.has_mass else None, None, None, None, None
+
+
+_penalty_gain.register_autograd(_backward, setup_context=_setup)
+
+
+def penalty_gain_triton(
+    u: Tensor,
+    k: Tensor,
+    *,
+    lambda0: float,
+    initial_state: PenaltyState | None,
+    chunk_size: int | None,
+) -> tuple[Tensor, PenaltyState]:
+    """`penalty_gain` on a GPU; see its docstring for the recurrence and shapes.
+
+    The gradient of a carried state flows through its mass: the inverse beside it is a function of the mass. A
+    short call starts from that inverse; any other takes it anew, and returns one just taken.
+    """
+    refuse_float64("penalty_gain", u, k)
+    mass, inverse, age = (None, None, 0) if initial_state is None else initial_state
+    given = initial_state is not None and u.shape[3] <= WIDEST and age + u.shape[1] <= REFRESH
+    inverse = inverse.detach() if given else None
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (u, k, mass))
+    x, mass, inverse, _, _ = _penalty_gain(u, k, mass, inverse, float(lambda0), chunk_size or 0, save)
+    return x, PenaltyState(mass, inverse, age + u.shape[1] if given else 0)

@@ -1,0 +1,163 @@
+"""Triton kernels of the penalty gain; `triton.py` launches them.
+
+M = lambda0 I + sum u u^T is additive, so M at the edge of every super-chunk is a cumulative sum, and its
+inverse A is taken there, by every program for itself. Inside, C tokens at a time (MATH.md section 3):
+
+    G = I + U A U^T = L D L^T        W = D^-1/2 L^-1 U A        A <- A - W^T W
+
+and `x_t = A_t k_t = A k_t - sum_{s<=t} w_s (w_s . k_t)`. The w of all tokens are what the backward needs: with
+them, the gain of another vector is a linear scan.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from linattn_cli.kernels.triton_common import dot, load_matrix, load_rows, pair_mask, store_matrix, store_rows
+
+EXACT = tl.constexpr("tf32x3")  # cond(M) reaches 1e4, which plain tf32 does not survive
+
+
+@triton.jit
+def exact_dot(a, b):
+    return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=EXACT)
+
+
+@triton.jit
+def spd_inverse(b_M, BK: tl.constexpr):
+    """Inverse of a symmetric positive definite matrix by BK sweeps in place; no pivoting is needed."""
+    o_x = tl.arange(0, BK)
+    o_r, o_c = o_x[:, None], o_x[None, :]
+    for i in range(BK):
+        b_row = tl.sum(tl.where(o_r == i, b_M, 0.0), axis=0)
+        b_column = tl.sum(tl.where(o_c == i, b_M, 0.0), axis=1)
+        scale = 1.0 / tl.sum(tl.where(o_x == i, b_row, 0.0), axis=0)
+        b_row *= scale
+        b_swept = b_M - b_column[:, None] * b_row[None, :]
+        b_swept = tl.where(o_r == i, b_row[None, :], b_swept)
+        b_M = tl.where(o_c == i, tl.where(o_x == i, -scale, b_column * scale)[:, None], b_swept)
+    return -b_M
+
+
+@triton.jit
+def unit_lower_inverse(b_G, C: tl.constexpr):
+    """`(D^-1/2 L^-1)^T` of a symmetric positive definite `G = L D L^T`, by C elimination steps.
+
+    The transpose is carried so that each step needs one row (a sum across warps) and otherwise columns.
+    """
+    o_x = tl.arange(0, C)
+    o_r, o_c = o_x[:, None], o_x[None, :]
+    b_T = tl.where(o_r == o_c, 1.0, 0.0)
+    b_pivots = tl.full((C,), 1.0, tl.float32)
+    for i in range(C):
+        b_row = tl.sum(tl.where(o_r == i, b_G, 0.0), axis=0)
+        b_column = tl.sum(tl.where(o_c == i, b_G, 0.0), axis=1)
+        b_t = tl.sum(tl.where(o_c == i, b_T, 0.0), axis=1)
+        pivot = tl.sum(tl.where(o_x == i, b_row, 0.0), axis=0)
+        b_factor = tl.where(o_x > i, b_row / pivot, 0.0)
+        b_G -= b_column[:, None] * b_factor[None, :]
+        b_T -= b_t[:, None] * b_factor[None, :]
+        b_pivots = tl.where(o_x == i, pivot, b_pivots)
+    return b_T * tl.rsqrt(b_pivots)[None, :]
+
+
+@triton.jit(do_not_specialize=["T", "length", "supers"])
+def gain_kernel(
+    p_u, p_k, p_mass, p_given, p_inverse, p_w, p_x, p_final, T, length, supers, B, H, lambda0,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
+    GIVEN: tl.constexpr, SAVE: tl.constexpr,
+):  # fmt: skip
+    """Invert M at the edge of one super-chunk, then walk it; program `supers` only inverts the final M.
+
+    GIVEN: start from the inverse that came with the state instead, and return the downdated one.
+    """
+    i_p = tl.program_id(0)
+    i_s, i_b, i_h = i_p // (B * H), i_p % (B * H) // H, i_p % H
+    o_k, o_c = tl.arange(0, BK), tl.arange(0, C)
+    row = i_b.to(tl.int64) * T * H + i_h
+    state = (i_b * H + i_h).to(tl.int64)
+    b_eye = tl.where(o_k[:, None] == o_k[None, :], 1.0, 0.0)
+    if GIVEN:
+        b_A = load_matrix(p_given + state * K * K, o_k, K, K, o_k, K, 1)
+    else:
+        p_edge = p_mass + (state * (supers + 1) + i_s) * K * K
+        b_A = spd_inverse(load_matrix(p_edge, o_k, K, K, o_k, K, 1) + lambda0 * b_eye, BK)
+    if i_s < supers:
+        store_matrix(p_inverse + (state * supers + i_s) * K * K, b_A, o_k, K, K, o_k, K)
+    first = i_s * length
+    for i_t in range(first, tl.minimum(first + length, T), C):
+        o_t = i_t + o_c
+        b_u = load_rows(p_u + row * K, o_t, T, H * K, o_k, K, BK)
+        b_z = exact_dot(b_u, b_A)
+        b_G = exact_dot(b_z, tl.trans(b_u)) + tl.where(o_c[:, None] == o_c[None, :], 1.0, 0.0)
+        b_w = exact_dot(tl.trans(unit_lower_inverse(b_G, C)), b_z)
+        if SAVE:
+            store_rows(p_w + row * K, b_w, o_t, T, H * K, o_k, K, BK)
+        for j in range(G):
+            b_k = load_rows(p_k + (row * G + j) * K, o_t, T, H * G * K, o_k, K, BK)
+            b_score = tl.where(pair_mask(C, False, False), exact_dot(b_k, tl.trans(b_w)), 0.0)
+            b_x = exact_dot(b_k, b_A) - exact_dot(b_score, b_w)
+            store_rows(p_x + (row * G + j) * K, b_x, o_t, T, H * G * K, o_k, K, BK)
+        b_A -= exact_dot(tl.trans(b_w), b_w)
+    if GIVEN or i_s == supers:
+        store_matrix(p_final + state * K * K, b_A, o_k, K, K, o_k, K)
+
+
+@triton.jit(do_not_specialize=["T", "length", "supers"])
+def apply_kernel(
+    p_k, p_inverse, p_w, p_x, T, length, supers, B, H,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """`x_t = A_t k_t` where the downdates w are known already."""
+    i_p = tl.program_id(0)
+    i_s, i_b, i_h = i_p // (B * H), i_p % (B * H) // H, i_p % H
+    o_k, o_c = tl.arange(0, BK), tl.arange(0, C)
+    row = i_b.to(tl.int64) * T * H + i_h
+    state = (i_b * H + i_h).to(tl.int64)
+    b_A = load_matrix(p_inverse + (state * supers + i_s) * K * K, o_k, K, K, o_k, K, 1)
+    first = i_s * length
+    for i_t in range(first, tl.minimum(first + length, T), C):
+        o_t = i_t + o_c
+        b_w = load_rows(p_w + row * K, o_t, T, H * K, o_k, K, BK)
+        for j in range(G):
+            b_k = load_rows(p_k + (row * G + j) * K, o_t, T, H * G * K, o_k, K, BK)
+            b_score = tl.where(pair_mask(C, False, False), exact_dot(b_k, tl.trans(b_w)), 0.0)
+            b_x = exact_dot(b_k, b_A) - exact_dot(b_score, b_w)
+            store_rows(p_x + (row * G + j) * K, b_x, o_t, T, H * G * K, o_k, K, BK)
+        b_A -= exact_dot(tl.trans(b_w), b_w)
+
+
+@triton.jit(do_not_specialize=["T", "length", "supers"])
+def mass_gradient_kernel(
+    p_u, p_x, p_y, p_edge, p_du, T, length, supers, B, H,
+    K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`du_s = -sum_{t>=s} (y_t x_t^T + x_t y_t^T) u_s`, walked from the end; a block of columns of du.
+
+    `p_edge` holds Z, half of the sum that enters each super-chunk from the right: the sum is Z + Z^T.
+    """
+    i_p, i_v = tl.program_id(0), tl.program_id(1)
+    i_s, i_b, i_h = i_p // (B * H), i_p % (B * H) // H, i_p % H
+    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    row = i_b.to(tl.int64) * T * H + i_h
+    p_edge += ((i_b * H + i_h).to(tl.int64) * supers + i_s) * K * K
+    b_Z = load_matrix(p_edge, o_k, K, K, o_v, K, 1) + load_matrix(p_edge, o_k, K, 1, o_v, K, K)
+    first = i_s * length
+    count = tl.cdiv(tl.minimum(length, T - first), C)
+    for n in range(count):
+        o_t = first + (count - 1 - n) * C + tl.arange(0, C)
+        b_u = load_rows(p_u + row * K, o_t, T, H * K, o_k, K, BK)
+        b_du = dot(b_u, b_Z, DOT, PRECISION)
+        for j in range(G):
+            p_xj, p_yj = p_x + (row * G + j) * K, p_y + (row * G + j) * K
+            b_x = load_rows(p_xj, o_t, T, H * G * K, o_k, K, BK)
+            b_y = load_rows(p_yj, o_t, T, H * G * K, o_k, K, BK)
+            b_xv = load_rows(p_xj, o_t, T, H * G * K, o_v, K, BV)
+            b_yv = load_rows(p_yj, o_t, T, H * G * K, o_v, K, BV)
+            b_ux = tl.where(pair_mask(C, True, False), dot(b_u, tl.trans(b_x), DOT, PRECISION), 0.0)
+            b_uy = tl.where(pair_mask(C, True, False), dot(b_u, tl.trans(b_y), DOT, PRECISION), 0.0)
+            b_du += dot(b_ux, b_yv, DOT, PRECISION) + dot(b_uy, b_xv, DOT, PRECISION)
+            b_Z += dot(tl.trans(b_x), b_yv, DOT, PRECISION) + dot(tl.trans(b_y), b_xv, DOT, PRECISION)
+        store_rows(p_du + row * K, -b_du, o_t, T, H * K, o_v, K, BV)
