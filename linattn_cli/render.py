@@ -10,6 +10,7 @@ import math
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
@@ -133,7 +134,7 @@ def cell(value: Any) -> str:
         if 1e4 <= abs(value) < 1e9:
             return f"{value:.0f}"
         text = f"{value:.4g}"
-        return f"{value:.8g}" if value != round(value) and float(text) == round(value) else text
+        return f"{value:.8g}" if text in ("1", "-1") and value != round(value) else text
     if isinstance(value, (list, tuple)):
         return ", ".join(cell(item) for item in value)
     if isinstance(value, Mapping):
@@ -203,23 +204,45 @@ def _rich_table(rows: list[Row], columns: list[str]) -> str:
     from rich.text import Text
 
     body = _cells(rows, columns)
+    widths = _column_widths(columns, body, shutil.get_terminal_size().columns)
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    needed = 0
-    for index, name in enumerate(columns):
-        words = [word for line in body for word in line[index].split()]
-        widest = max(map(len, words), default=0)
-        header = _wrapped_name(name, widest)
-        least = max(widest, *map(len, header.split("\n")))
+    for name, width in zip(columns, widths, strict=True):
         justify: Any = _alignment(rows, name)
-        table.add_column(Text(header), justify=justify, min_width=least, vertical="top")
-        needed += least + 2
+        table.add_column(Text(_wrapped_name(name, width)), justify=justify, no_wrap=True)
     for line in body:
-        table.add_row(*(Text(text) for text in line))
-    width = max(shutil.get_terminal_size().columns, needed)
-    console = Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False)
+        # Wrapped here, because rich drops letters where a column is as narrow as its words.
+        table.add_row(*(Text(_wrapped_text(text, width)) for text, width in zip(line, widths, strict=True)))
+    console = Console(file=io.StringIO(), force_terminal=True, width=sum(widths) + _GAP * len(widths), highlight=False)
     with console.capture() as capture:
         console.print(table)
     return capture.get()
+
+
+_GAP = 2
+
+
+def _column_widths(columns: list[str], body: list[list[str]], total: int) -> list[int]:
+    """Widths of the columns: the longest cell, or less where the widest must shrink to fit into `total`."""
+    widths, least = [], []
+    for index, name in enumerate(columns):
+        cells = [line[index] for line in body]
+        words = max((len(word) for text in cells for word in text.split()), default=0)
+        header = max(map(len, _wrapped_name(name, words).split("\n")))
+        least.append(max(words, header))
+        widths.append(max(header, *map(len, cells)))
+    excess = sum(widths) + _GAP * (len(widths) - 1) - total
+    while excess > 0:
+        spare = [width - low for width, low in zip(widths, least, strict=True)]
+        widest = max(range(len(widths)), key=lambda index: (spare[index] > 0, widths[index]))
+        if spare[widest] <= 0:
+            break
+        widths[widest] -= 1
+        excess -= 1
+    return widths
+
+
+def _wrapped_text(text: str, width: int) -> str:
+    return textwrap.fill(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
 
 
 def _wrapped_name(name: str, width: int) -> str:

@@ -332,6 +332,7 @@ def test_jsonable_of_everything_a_result_holds():
 def test_cells_and_columns():
     assert cell(0.99999) == "0.99999"
     assert cell(1.0) == "1"
+    assert cell(227.99996) == "228"
     assert cell(-12345.678) == "-12346"
     assert cell(1e-17) == "1e-17"
     assert cell({"a": 0.5}) == "a=0.5"
