@@ -7,11 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from linattn_cli.kernels.forms.features import check_choice
 from linattn_cli.kernels.forms.higher_order import (
     EPS,
-    READOUTS,
     as_segment,
-    check_choice,
     check_inputs,
     check_state,
     decays,
@@ -53,6 +52,7 @@ def ahla(
     decay: str = "none",
     feature_map: str = "identity",
     eps: float = EPS,
+    mask: Tensor | None = None,
     initial_state: AhlaState | None = None,
     chunk_size: int | None = None,
     impl: str | Impl = "auto",
@@ -69,8 +69,8 @@ def ahla(
     the literal `W_g W_g V` at the same time.
 
     Shapes: q `[B, T, Q, K]`, k `[B, T, H, K]`, v `[B, T, H, V]`, Q a multiple of H; log_decay `[B, T, H]`,
-    natural log, <= 0. `readout="ratio"` divides by the same sums with v = 1; `clamped` counts denominators
-    within eps of 0.
+    natural log, <= 0; mask `[B, T]`, true at real tokens. `readout="ratio"` divides by the same sums with v = 1;
+    `clamped` counts denominators within eps of 0.
 
     Dtypes: float64, float32, bfloat16, float16; states and everything between the scans in float64 for
     float64 inputs, else float32; `o` has the dtype of v.
@@ -83,13 +83,12 @@ def ahla(
     >>> ahla(q, k, v).o.flatten().tolist()
     [1.0, 3.0, 6.0]
     """
-    check_choice("readout", readout, READOUTS)
     check_choice("decay", decay, DECAYS)
-    check_inputs(q, k, v, log_decay, decay, chunk_size)
+    check_inputs(q, k, v, log_decay=log_decay, decay=decay, readout=readout, mask=mask, chunk_size=chunk_size)
     _check_carried(initial_state, q, k, v, readout)
     resolved = resolved_impl(impl, v)
     with torch.autocast(q.device.type, enabled=False):
-        qf, kf, vf, log = prepare(q, k, v, log_decay, feature_map, readout)
+        qf, kf, vf, log = prepare(q, k, v, log_decay, feature_map, readout, mask)
         state = None
         if initial_state is not None:
             state = (join_mass(initial_state.P, initial_state.m), join_mass(initial_state.E, initial_state.n))
@@ -99,7 +98,7 @@ def ahla(
             o, P, E = _scan(qf, kf, vf, log, state, chunk_size)
         else:
             o, P, E = _compose(qf, kf, vf, log, state, chunk_size, resolved)
-        o, clamped = finish(o, readout, eps, v.dtype)
+        o, clamped = finish(o, readout, eps, v.dtype, mask)
     (P, m), (E, n) = split_mass(P, readout), split_mass(E, readout)
     return FormOutput(o, AhlaState(P, E, m, n), clamped, resolved)
 
@@ -114,6 +113,7 @@ def ahla_serial(
     decay: str = "none",
     feature_map: str = "identity",
     eps: float = EPS,
+    mask: Tensor | None = None,
     initial_state: AhlaState | None = None,
 ) -> FormOutput:
     """The oracle of `ahla`: the streaming updates, one token at a time (`_serial` below)."""
@@ -126,6 +126,7 @@ def ahla_serial(
         decay=decay,
         feature_map=feature_map,
         eps=eps,
+        mask=mask,
         initial_state=initial_state,
         impl="reference",
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from linattn_cli.kernels import dispatch
+from linattn_cli.kernels.forms.features import check_choice, check_mask, keep
 from linattn_cli.kernels.forms.features import feature_map as get_feature_map
 from linattn_cli.kernels.linear import linear_scan
 from linattn_cli.kernels.registry import MAX_HEAD_DIM
@@ -21,14 +22,21 @@ EPS = 1e-6
 READOUTS = ("raw", "ratio")
 
 
-def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}")
-
-
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, decay: str, chunk_size: int | None) -> None:
-    """Shapes and dtypes, and that a decay is given exactly when the option asks for one."""
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor | None,
+    decay: str,
+    readout: str,
+    mask: Tensor | None,
+    chunk_size: int | None,
+) -> None:
+    """Shapes, dtypes and options that all forms share; a decay is given exactly when its option asks for one."""
+    check_choice("readout", readout, READOUTS)
     check_linear(q, k, v, log_decay, None, chunk_size)
+    check_mask(mask, k)
     if decay == "none" and log_decay is not None:
         raise ValueError("log_decay was given but decay='none'; name the decay, or leave log_decay out")
     if decay != "none" and log_decay is None:
@@ -83,12 +91,21 @@ def with_ones(v: Tensor, readout: str) -> Tensor:
 
 
 def prepare(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, feature_map: str, readout: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    feature_map: str,
+    readout: str,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Features of q and k, v with its column of ones, and log-decays, all in the state dtype."""
+    """Features of q and k, v with its column of ones, and log-decays, all in the state dtype.
+
+    A padded token has no query, no key and no decay, so it adds to no moment and to no denominator.
+    """
     dtype, phi = state_dtype(v.dtype), get_feature_map(feature_map)
-    log = None if log_decay is None else log_decay.to(dtype)
-    return phi(q.to(dtype)), phi(k.to(dtype)), with_ones(v.to(dtype), readout), log
+    log = None if log_decay is None else keep(log_decay.to(dtype), mask)
+    return keep(phi(q.to(dtype)), mask), keep(phi(k.to(dtype)), mask), with_ones(v.to(dtype), readout), log
 
 
 def decays(log: Tensor | None, tokens: int) -> Sequence[Tensor | float]:
@@ -106,8 +123,10 @@ def split_mass(matrix: Tensor, readout: str) -> tuple[Tensor, Tensor | None]:
     return (matrix, None) if readout == "raw" else (matrix[..., :-1], matrix[..., -1])
 
 
-def finish(o: Tensor, readout: str, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """The output, and how many denominators were clamped.
+def finish(
+    o: Tensor, readout: str, eps: float, dtype: torch.dtype, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The output, and how many denominators of real tokens were clamped.
 
     A denominator within eps of zero becomes +eps or -eps by its own sign (0 counts as positive), so that it
     never changes the sign of an output.
@@ -121,7 +140,7 @@ def finish(o: Tensor, readout: str, eps: float, dtype: torch.dtype) -> tuple[Ten
     numerator, denominator = o[..., :-1], o[..., -1:]
     clamped = denominator.abs() < eps
     signed = eps * torch.where(denominator < 0, -1, 1).to(o.dtype)
-    return (numerator / torch.where(clamped, signed, denominator)).to(dtype), clamped.sum()
+    return (numerator / torch.where(clamped, signed, denominator)).to(dtype), keep(clamped, mask).sum()
 
 
 def scan(

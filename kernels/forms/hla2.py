@@ -7,11 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from linattn_cli.kernels.forms.features import check_choice
 from linattn_cli.kernels.forms.higher_order import (
     EPS,
-    READOUTS,
     as_segment,
-    check_choice,
     check_inputs,
     check_state,
     decays,
@@ -67,6 +66,7 @@ def hla2(
     state_form: str = "summary",
     feature_map: str = "identity",
     eps: float = EPS,
+    mask: Tensor | None = None,
     initial_state: Hla2State | Hla2PaperState | None = None,
     chunk_size: int | None = None,
     impl: str | Impl = "auto",
@@ -89,8 +89,9 @@ def hla2(
     be measured. Unmasked has `none` and `moment`.
 
     Shapes: q `[B, T, Q, K]`, k `[B, T, H, K]`, v `[B, T, H, V]`, Q a multiple of H; log_decay `[B, T, H]`,
-    natural log, <= 0. `readout="ratio"` divides by the same sums with v = 1; with signed q and k that
-    denominator is negative for about 40 % of the tokens, and `clamped` counts those within eps of 0.
+    natural log, <= 0; mask `[B, T]`, true at real tokens. `readout="ratio"` divides by the same sums with v = 1; with
+    signed q and k that denominator is negative for about 40 % of the tokens, and `clamped` counts those within eps of
+    0.
 
     Dtypes: float64, float32, bfloat16, float16; states and everything between the scans in float64 for
     float64 inputs, else float32; `o` has the dtype of v.
@@ -105,13 +106,12 @@ def hla2(
     >>> hla2(q, k, v, masked=False).o.flatten().tolist()
     [1.0, 4.0, 9.0]
     """
-    check_choice("readout", readout, READOUTS)
     options = _Options.checked(decay, masked, state_form, ridge)
-    check_inputs(q, k, v, log_decay, decay, chunk_size)
+    check_inputs(q, k, v, log_decay=log_decay, decay=decay, readout=readout, mask=mask, chunk_size=chunk_size)
     _check_carried(initial_state, q, k, v, options, readout)
     resolved = resolved_impl(impl, v)
     with torch.autocast(q.device.type, enabled=False):
-        qf, kf, vf, log = prepare(q, k, v, log_decay, feature_map, readout)
+        qf, kf, vf, log = prepare(q, k, v, log_decay, feature_map, readout, mask)
         state = _matrices(initial_state)
         if resolved == "reference":
             o, *matrices = _serial(qf, kf, vf, log, options, state)
@@ -119,7 +119,7 @@ def hla2(
             o, *matrices = _scan(qf, kf, vf, log, options, state, chunk_size)
         else:
             o, *matrices = _compose(qf, kf, vf, log, options, state, chunk_size, resolved)
-        o, clamped = finish(o, readout, eps, v.dtype)
+        o, clamped = finish(o, readout, eps, v.dtype, mask)
     return FormOutput(o, _state(matrices, options, readout), clamped, resolved)
 
 
@@ -136,6 +136,7 @@ def hla2_serial(
     state_form: str = "summary",
     feature_map: str = "identity",
     eps: float = EPS,
+    mask: Tensor | None = None,
     initial_state: Hla2State | Hla2PaperState | None = None,
 ) -> FormOutput:
     """The oracle of `hla2`: the streaming updates, one token at a time (`_serial` below)."""
@@ -151,6 +152,7 @@ def hla2_serial(
         state_form=state_form,
         feature_map=feature_map,
         eps=eps,
+        mask=mask,
         initial_state=initial_state,
         impl="reference",
     )

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from linattn_cli.kernels.forms import hla3_published as published
+from linattn_cli.kernels.forms.features import check_choice
 from linattn_cli.kernels.forms.higher_order import (
     EPS,
-    READOUTS,
     as_segment,
-    check_choice,
     check_inputs,
     check_state,
     decays,
@@ -70,6 +69,7 @@ def hla3(
     decay: str = "none",
     feature_map: str = "identity",
     eps: float = EPS,
+    mask: Tensor | None = None,
     initial_state: Hla3State | Hla3PublishedState | None = None,
     chunk_size: int | None = None,
     impl: str | Impl = "auto",
@@ -91,8 +91,8 @@ def hla3(
     carries K^3 V numbers a segment and is refused above K = 16.
 
     Shapes: q `[B, T, Q, K]`, k `[B, T, H, K]`, v `[B, T, H, V]`, Q a multiple of H; log_decay `[B, T, H]`,
-    natural log, <= 0. `readout="ratio"` divides by the same sums with v = 1; `clamped` counts denominators
-    within eps of 0.
+    natural log, <= 0; mask `[B, T]`, true at real tokens. `readout="ratio"` divides by the same sums with v = 1;
+    `clamped` counts denominators within eps of 0.
 
     Dtypes: float64, float32, bfloat16, float16; states and everything between the scans in float64 for
     float64 inputs, else float32; `o` has the dtype of v.
@@ -108,13 +108,12 @@ def hla3(
     [1.0, 5.0, 12.0]
     """
     check_choice("variant", variant, VARIANTS)
-    check_choice("readout", readout, READOUTS)
     check_choice(f"decay of variant={variant!r}", decay, DECAYS[variant])
-    check_inputs(q, k, v, log_decay, decay, chunk_size)
+    check_inputs(q, k, v, log_decay=log_decay, decay=decay, readout=readout, mask=mask, chunk_size=chunk_size)
     _check_carried(initial_state, q, k, v, variant, readout)
     resolved = resolved_impl(impl, v)
     with torch.autocast(q.device.type, enabled=False):
-        qf, kf, vf, log = prepare(q, k, v, log_decay, feature_map, readout)
+        qf, kf, vf, log = prepare(q, k, v, log_decay, feature_map, readout, mask)
         state = _matrices(initial_state)
         if variant == "published":
             o, *matrices = published.run(qf, kf, vf, log, state, chunk_size, resolved)
@@ -124,7 +123,7 @@ def hla3(
             o, *matrices = _scan(qf, kf, vf, _stages(decay, log), state, chunk_size)
         else:
             o, *matrices = _compose(qf, kf, vf, _stages(decay, log), state, chunk_size, resolved)
-        o, clamped = finish(o, readout, eps, v.dtype)
+        o, clamped = finish(o, readout, eps, v.dtype, mask)
     return FormOutput(o, _state(matrices, variant, readout), clamped, resolved)
 
 
@@ -139,6 +138,7 @@ def hla3_serial(
     decay: str = "none",
     feature_map: str = "identity",
     eps: float = EPS,
+    mask: Tensor | None = None,
     initial_state: Hla3State | Hla3PublishedState | None = None,
 ) -> FormOutput:
     """The oracle of `hla3`: the streaming updates, one token at a time (`_serial` below)."""
@@ -152,6 +152,7 @@ def hla3_serial(
         decay=decay,
         feature_map=feature_map,
         eps=eps,
+        mask=mask,
         initial_state=initial_state,
         impl="reference",
     )

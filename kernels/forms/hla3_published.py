@@ -34,7 +34,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, log: Tensor | None, state: State, chunk
 
 
 def _serial(q, k, v, log, state: State) -> Result:
-    """Token by token; in here `[B, H, G, ...]`, with a group of 1 for what is held once per key head."""
+    """Token by token; in here `[B, H, G, ...]`, with a group of 1 for what is held once per key head.
+
+    SK and SQ are symmetric: which of them is transposed matters only to the gradients of a carried state.
+    """
     heads = k.shape[2]
     qs, ks, vs = (grouped(x, heads).unbind(1) for x in (q, k, v))
     zeros = q.new_zeros(*qs[0].shape, v.shape[-1])
@@ -44,16 +47,16 @@ def _serial(q, k, v, log, state: State) -> Result:
         SQ = q.new_zeros(*qs[0].shape, q.shape[-1])
     else:
         SK, SQ, P, F = (as_segment(x, heads).squeeze(1) for x in state)
-        G1 = SK @ SQ @ P - F  # the three decay alike and only their sum is read
+        G1 = SK.mT @ SQ @ P - F  # the three decay alike and only their sum is read
     outputs = []
     for q_t, k_t, v_t, g in zip(qs, ks, vs, decays(log, len(qs)), strict=True):
         G1 = g**3 * G1 + g**2 * outer(k_t, apply(P, apply(SQ, k_t)))
         G2 = g**3 * G2 + g**2 * outer(apply(SK, q_t), apply(P, q_t))
-        G3 = g**3 * G3 + g**2 * outer(apply(SK, apply(SQ, k_t)), v_t)
+        G3 = g**3 * G3 + g**2 * outer(apply(SK, apply(SQ.mT, k_t)), v_t)
         SK, SQ, P = g * SK + outer(k_t, k_t), g * SQ + outer(q_t, q_t), g * P + outer(k_t, v_t)
-        read = apply(P, apply(SQ, apply(SK, q_t)))
+        read = apply(P, apply(SQ, apply(SK.mT, q_t)))
         outputs.append(read - apply(G1, q_t) - apply(G2, q_t) - apply(G3, q_t))
-    F = SK @ SQ @ P - G1 - G2 - G3
+    F = SK.mT @ SQ @ P - G1 - G2 - G3
     return torch.stack(outputs, dim=1).flatten(2, 3), *(x.flatten(1, 2) for x in (SK, SQ, P, F))
 
 
@@ -86,8 +89,8 @@ def _scan(q, k, v, log, state: State, chunk_size) -> Result:
     """Through the associative operator with its dense maps."""
     if k.shape[-1] > monoid.MAX_KEY_DIM:
         raise ValueError(
-            f"impl='scan' of hla3 variant='published' holds K^3 V numbers a segment and takes K <= {monoid.MAX_KEY_DIM}, "
-            f"got K = {k.shape[-1]}; use impl='chunk'"
+            f"impl='scan' of hla3 variant='published' holds K^3 V numbers a segment and takes "
+            f"K <= {monoid.MAX_KEY_DIM}, got K = {k.shape[-1]}; use impl='chunk'"
         )
     heads = k.shape[2]
     inputs = [grouped(x, heads) for x in (q, k, v, log)]

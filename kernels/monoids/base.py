@@ -56,7 +56,6 @@ def decay_of(log_decay: Tensor | None, like: Tensor) -> Tensor:
 def neutral(element: NamedTuple, ones: tuple[str, ...]) -> Any:
     """An element of zeros, except for the decays named in `ones`, which multiply."""
     fields = {
-        name: torch.ones_like(x) if name in ones else torch.zeros_like(x)
-        for name, x in element._asdict().items()
+        name: torch.ones_like(x) if name in ones else torch.zeros_like(x) for name, x in element._asdict().items()
     }
     return type(element)(**fields)

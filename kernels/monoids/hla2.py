@@ -44,11 +44,14 @@ def token(
 
 
 def combine(A: Hla2Segment, B: Hla2Segment) -> Hla2Segment:
-    """A first: `S = raB SA + SB`, `C = rbB CA + raA CB`, `H = rbB HA + HB + SA CB`."""
+    """A first: `S = raB SA + SB`, `C = rbB CA + raA CB`, `H = rbB HA + HB + SA CB`.
+
+    S is symmetric; it is read as `S^T q` everywhere, so that gradients to a carried S agree too.
+    """
     return Hla2Segment(
         S=scale(B.ra, A.S) + B.S,
         C=scale(B.rb, A.C) + scale(A.ra, B.C),
-        H=scale(B.rb, A.H) + B.H + A.S @ B.C,
+        H=scale(B.rb, A.H) + B.H + A.S.mT @ B.C,
         ra=A.ra * B.ra,
         rb=A.rb * B.rb,
     )

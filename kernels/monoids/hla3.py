@@ -53,12 +53,14 @@ def token(
 def combine(A: Hla3Segment, B: Hla3Segment) -> Hla3Segment:
     """A first::
 
-    SK = aB SKA + SKB
-    P  = pB PA + PB
-    SQ = hB SQA + aA pA SQB
-    X  = hB XA + aA (XB + SQB PA)
-    Y  = hB YA + pA (YB + SKA SQB)
-    H  = hB HA + HB + SKA XB + YB PA + SKA SQB PA
+        SK = aB SKA + SKB
+        P  = pB PA + PB
+        SQ = hB SQA + aA pA SQB
+        X  = hB XA + aA (XB + SQB PA)
+        Y  = hB YA + pA (YB + SKA SQB)
+        H  = hB HA + HB + SKA XB + YB PA + SKA SQB PA
+
+    SK is symmetric; it is read as `SK^T q` everywhere, so that gradients to a carried SK agree too.
     """
     X = B.X + B.SQ @ A.P
     return Hla3Segment(
@@ -66,8 +68,8 @@ def combine(A: Hla3Segment, B: Hla3Segment) -> Hla3Segment:
         SQ=scale(B.h, A.SQ) + scale(A.a * A.p, B.SQ),
         P=scale(B.p, A.P) + B.P,
         X=scale(B.h, A.X) + scale(A.a, X),
-        Y=scale(B.h, A.Y) + scale(A.p, B.Y + A.SK @ B.SQ),
-        H=scale(B.h, A.H) + B.H + A.SK @ X + B.Y @ A.P,
+        Y=scale(B.h, A.Y) + scale(A.p, B.Y + A.SK.mT @ B.SQ),
+        H=scale(B.h, A.H) + B.H + A.SK.mT @ X + B.Y @ A.P,
         a=A.a * B.a,
         p=A.p * B.p,
         h=A.h * B.h,

@@ -59,7 +59,7 @@ def combine(A: Hla3PublishedSegment, B: Hla3PublishedSegment) -> Hla3PublishedSe
         R=scale(r2, A.R) + B.R,
         U=scale(r2, A.U) + B.U,
         M=r2[..., None, None, None, None] * A.M + B.M,
-        F=scale(r2 * r, A.F) + B.F + scale(r, A.SK @ B.R + mapped + B.U @ A.P),
+        F=scale(r2 * r, A.F) + B.F + scale(r, A.SK.mT @ B.R + mapped + B.U @ A.P),
         r=A.r * B.r,
     )
 

@@ -38,8 +38,7 @@ def scan_tokens(
     tokens = next(x for x in inputs if x is not None).shape[1]
     size = choose_chunk_size(tokens, chunk_size)
     chunks = [
-        tuple(None if x is None else x[:, start : start + size] for x in inputs)
-        for start in range(0, tokens, size)
+        tuple(None if x is None else x[:, start : start + size] for x in inputs) for start in range(0, tokens, size)
     ]
 
     def summarise(*chunk: Tensor | None) -> Any:

@@ -25,10 +25,7 @@ def draw(tokens: int, seed: int, decayed: bool):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     q, k, v = normal(B, tokens, K), normal(B, tokens, K), normal(B, tokens, V)
-    logs = [
-        -torch.rand(B, tokens, generator=generator, dtype=torch.float64) if decayed else None
-        for _ in range(3)
-    ]
+    logs = [-torch.rand(B, tokens, generator=generator, dtype=torch.float64) if decayed else None for _ in range(3)]
     return q, k, v, logs
 
 
@@ -75,8 +72,7 @@ def test_segments_of_uneven_length_associate(family, decayed, lengths, seed):
     elements = make(*draw(sum(lengths), seed, decayed))
     first, second = lengths[0], lengths[0] + lengths[1]
     A, B_, C = (
-        left_fold(monoid, at(elements, *span))
-        for span in ((0, first), (first, second), (second, sum(lengths)))
+        left_fold(monoid, at(elements, *span)) for span in ((0, first), (first, second), (second, sum(lengths)))
     )
     left = monoid.combine(monoid.combine(A, B_), C)
     assert_same(monoid.combine(A, monoid.combine(B_, C)), left)
@@ -168,9 +164,7 @@ def test_the_fields_read_are_the_states_of_the_recurrences(decayed):
         H3 = ht * H3 + (S @ q_col) @ (q_row @ P)
         Y = at_ * Y + k_col @ (v_row - q_row @ Y)
     args = (q, k, v, logs)
-    end = {
-        name: left_fold(monoid, make(*args)) for name, (monoid, make) in FAMILIES.items() if name != "hla2"
-    }
+    end = {name: left_fold(monoid, make(*args)) for name, (monoid, make) in FAMILIES.items() if name != "hla2"}
     end["hla2"] = left_fold(hla2.HLA2, hla2.token(q, k, v, logs[0], logs[1]))
     pairs = {
         "linear S": (end["linear"].S, L),
