@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import torch
-from linattn_cli.kernels.types import state_dtype
 from torch import Tensor
 
-TARGET_CHUNK = 64
-"""Chunks come out no longer than this: intra-chunk work grows with C, the loop over chunks with T / C."""
+from linattn_cli.kernels.types import state_dtype
+
+LONGEST_CHUNK = 64
+"""Longest chunk chosen for a scan: work inside a chunk grows with C, the loop over chunks with T / C."""
 
 
-def choose_chunk_size(tokens: int, requested: int | None) -> int:
-    """Tokens a chunk: as asked for, else the split of T into equal chunks of at most `TARGET_CHUNK`.
+def choose_chunk_size(tokens: int, requested: int | None, *, longest: int = LONGEST_CHUNK) -> int:
+    """Tokens a chunk: as asked for, else the split of T into equal chunks of at most `longest`.
 
     Equal chunks waste no padding: 73 tokens become two chunks of 37, not one of 64 and one of 9.
 
@@ -20,7 +21,7 @@ def choose_chunk_size(tokens: int, requested: int | None) -> int:
     """
     if requested is not None:
         return min(requested, tokens)
-    chunks = -(-tokens // TARGET_CHUNK)
+    chunks = -(-tokens // longest)
     return -(-tokens // chunks)
 
 

@@ -6,16 +6,19 @@ batch of inverses, and inside a chunk one Cholesky factor holds the downdates of
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from linattn_cli.kernels.chunk_algebra import masked
+from linattn_cli.kernels.chunk_algebra import add_product, carry, masked
 from linattn_cli.kernels.layout import choose_chunk_size, queries_from_chunks, queries_to_chunks, to_chunks
-from linattn_cli.kernels.penalty.inverse import REFRESH, inverse, start
+from linattn_cli.kernels.penalty.inverse import REFRESH, inverse, regularised, start
 from linattn_cli.kernels.types import PenaltyState, state_dtype
+
+LONGEST_CHUNK = 32
+"""The Cholesky factor of a chunk costs C^3 on few tokens; beyond 32 that outweighs the fewer inverses."""
 
 
 def penalty_gain_chunk(
@@ -31,7 +34,7 @@ def penalty_gain_chunk(
     The gradient of a carried state flows through its mass: the inverse beside it is a function of the mass.
     """
     tokens, heads = u.shape[1], u.shape[2]
-    size = choose_chunk_size(tokens, chunk_size)
+    size = choose_chunk_size(tokens, chunk_size, longest=LONGEST_CHUNK)
     dtype = state_dtype(u.dtype)
     mass, first_inverse, age = start(u, lambda0, initial_state)
     # only short calls, decoding above all, pass on an inverse that carries their own downdates
@@ -48,6 +51,36 @@ def penalty_gain_chunk(
     return x, PenaltyState(final_mass, final_inverse, 0 if fresh else age + tokens)
 
 
+class _Chunks(NamedTuple):
+    """What applies `A_t` to a vector for every token of every chunk.
+
+    u          [N, B, H, C, K]  penalty directions
+    matrices   [N, B, H, K, K]  M at the start of the chunk
+    inverses   [N, B, H, K, K]  A there
+    downdates  [N, B, H, C, K]  W = L^-1 U A with L L^T = I + U A U^T: `A_t = A - W_{<=t}^T W_{<=t}`
+    """
+
+    u: Tensor
+    matrices: Tensor
+    inverses: Tensor
+    downdates: Tensor
+
+    def gains(self, k: Tensor) -> Tensor:
+        """`A_t k_t` for rows `[N, B, H, G C, K]`, refined once by its residual.
+
+        Where a chunk adds much mass, `A_t` is a small difference of large terms; the residual `k - M_t x` has
+        no such cancellation, and one correction brings x to what the conditioning of `M_t` itself allows.
+        """
+        x = self._downdated(k)
+        through_start = add_product(k, x, self.matrices, sign=-1)
+        residual = add_product(through_start, masked(x @ self.u.mT, None, 0), self.u, sign=-1)
+        return x + self._downdated(residual)
+
+    def _downdated(self, k: Tensor) -> Tensor:
+        scores = masked(k @ self.downdates.mT, None, 0)
+        return add_product(k @ self.inverses, scores, self.downdates, sign=-1)
+
+
 class _PenaltyChunk(torch.autograd.Function):
     """Chunked tensors u `[N, B, H, C, K]`, k `[N, B, H, G C, K]`; mass and inverse `[B, H, K, K]`.
 
@@ -57,35 +90,37 @@ class _PenaltyChunk(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, u, k, mass, first_inverse, lambda0: float, fresh: bool):
-        sums = (u.mT @ u).cumsum(0)
-        starts = torch.cat((first_inverse.unsqueeze(0), inverse(mass + sums[:-1], lambda0)))
-        projected = u @ starts
+        masses = carry(u.mT @ u, None, mass)
+        final_mass = masses[-1].clone()
+        inverses = torch.cat((first_inverse.unsqueeze(0), inverse(masses[1:-1], lambda0)))
+        projected = u @ inverses
         gram = projected @ u.mT
         gram.diagonal(dim1=-2, dim2=-1).add_(1)
-        downdates = torch.linalg.solve_triangular(torch.linalg.cholesky(gram), projected, upper=False)
-        x = _apply_inverse(k, starts, downdates)
-        final_mass = mass + sums[-1]
-        final_inverse = inverse(final_mass, lambda0) if fresh else starts[-1] - downdates[-1].mT @ downdates[-1]
-        ctx.save_for_backward(u, x, starts, downdates, final_inverse)
+        # solved from the right on transposed tensors, whose layout LAPACK takes without a copy
+        factor = torch.linalg.cholesky(gram)
+        downdates = torch.linalg.solve_triangular(factor.mT, projected.mT, upper=True, left=False).mT
+        chunks = _Chunks(u, regularised(masses[:-1], lambda0), inverses, downdates)
+        x = chunks.gains(k)
+        if fresh:
+            final_inverse = inverse(final_mass, lambda0)
+        else:
+            final_inverse = inverses[-1] - downdates[-1].mT @ downdates[-1]
+        ctx.save_for_backward(x, final_inverse, *chunks)
         return x, final_mass, final_inverse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_x, d_final_mass, d_final_inverse):  # type: ignore[override]
-        u, x, starts, downdates, final_inverse = ctx.saved_tensors
+        x, final_inverse, *saved = ctx.saved_tensors
+        chunks = _Chunks(*saved)
+        u = chunks.u
         with torch.autocast(u.device.type, enabled=False):
-            y = _apply_inverse(d_x, starts, downdates)
+            y = chunks.gains(d_x)
             d_final = _symmetric(d_final_mass - final_inverse @ d_final_inverse @ final_inverse)
-            later = -_symmetric(y.mT @ x).flip(0).cumsum(0).flip(0)
-            d_ends = torch.cat((later[1:], torch.zeros_like(later[:1]))) + d_final
-            d_u = u @ d_ends - masked(x @ u.mT, None, 0).mT @ y - masked(y @ u.mT, None, 0).mT @ x
-            d_mass = (later[0] + d_final) / 2
-        return d_u, y, d_mass, None, None, None
-
-
-def _apply_inverse(k: Tensor, starts: Tensor, downdates: Tensor) -> Tensor:
-    """`X = K A0 - tril(K W^T) W`: row t sees the downdates of the tokens up to t."""
-    return k @ starts - masked(k @ downdates.mT, None, 0) @ downdates
+            d_masses = carry(-_symmetric(y.mT @ x), None, d_final, reverse=True)
+            d_u = add_product(u @ d_masses[1:], masked(x @ u.mT, None, 0).mT, y, sign=-1)
+            d_u = add_product(d_u, masked(y @ u.mT, None, 0).mT, x, sign=-1)
+        return d_u, y, d_masses[0] / 2, None, None, None
 
 
 def _symmetric(matrix: Tensor) -> Tensor:
