@@ -265,9 +265,7 @@ def dump_recipe(config: RunConfig) -> str:
     data = config.model_dump(mode="json")
     if data["sweep"] is None:
         del data["sweep"]
-    return (
-        f"# Resolved by linattn {__version__}: every key of the run, accepted as a recipe.\n{dump_yaml(data)}"
-    )
+    return f"# Resolved by linattn {__version__}: every key of the run, accepted as a recipe.\n{dump_yaml(data)}"
 
 
 def _refuse_leftovers(sources: Sources) -> None:

@@ -37,9 +37,7 @@ def parse_int(text: str, option: str = "the value") -> int:
     factor = _SUFFIXES.get(word[-1:], 1)
     digits = word[:-1] if factor > 1 else word
     if not digits.isascii() or not digits.isdigit():
-        raise CliError(
-            f"{option}: {text!r} is not a whole number", hint="write 4096 or 4k, which is 4 * 1024"
-        )
+        raise CliError(f"{option}: {text!r} is not a whole number", hint="write 4096 or 4k, which is 4 * 1024")
     return int(digits) * factor
 
 
@@ -121,13 +119,9 @@ FormatOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Short for --format json.", rich_help_panel=_OUTPUT)]
 QuietOption = Annotated[
     bool,
-    typer.Option(
-        "--quiet", "-q", help="No progress and no notes; only results and errors.", rich_help_panel=_OUTPUT
-    ),
+    typer.Option("--quiet", "-q", help="No progress and no notes; only results and errors.", rich_help_panel=_OUTPUT),
 ]
-DebugOption = Annotated[
-    bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_OUTPUT)
-]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_OUTPUT)]
 
 DeviceOption = Annotated[
     str | None,
@@ -153,15 +147,11 @@ SeedOption = Annotated[
     int | None,
     typer.Option("--seed", min=0, help="Seed of the weights and of the data.", rich_help_panel=_COMPUTE),
 ]
-SeedsOption = Annotated[
-    str | None, typer.Option("--seeds", help="Seeds, comma-separated.", rich_help_panel=_COMPUTE)
-]
+SeedsOption = Annotated[str | None, typer.Option("--seeds", help="Seeds, comma-separated.", rich_help_panel=_COMPUTE)]
 
 RecipeOption = Annotated[
     str | None,
-    typer.Option(
-        "--recipe", help="Name of a packaged recipe, or a path to a YAML file.", rich_help_panel=_RUN
-    ),
+    typer.Option("--recipe", help="Name of a packaged recipe, or a path to a YAML file.", rich_help_panel=_RUN),
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -228,9 +218,7 @@ ProtocolOption = Annotated[
     str | None, typer.Option("--protocol", help="Protocol of mqar: vla or zoology.", rich_help_panel=_TASK)
 ]
 
-StepsOption = Annotated[
-    int | None, typer.Option("--steps", min=1, help="Optimiser steps.", rich_help_panel=_TRAIN)
-]
+StepsOption = Annotated[int | None, typer.Option("--steps", min=1, help="Optimiser steps.", rich_help_panel=_TRAIN)]
 LrOption = Annotated[float | None, typer.Option("--lr", help="Peak learning rate.", rich_help_panel=_TRAIN)]
 LrsOption = Annotated[
     str | None, typer.Option("--lrs", help="Peak learning rates, comma-separated.", rich_help_panel=_TRAIN)

@@ -47,9 +47,7 @@ MEMORY_HINT = "lower the batch size, the sequence length or d_model"
 class CliError(Exception):
     """An error that is the user's to fix: one line, and how to fix it."""
 
-    def __init__(
-        self, message: str, *, hint: str = "", exit_code: int = EXIT_USAGE, kind: str = "usage"
-    ) -> None:
+    def __init__(self, message: str, *, hint: str = "", exit_code: int = EXIT_USAGE, kind: str = "usage") -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
@@ -223,9 +221,7 @@ def describe_error(exception: BaseException, *, memory_hint: str = MEMORY_HINT) 
             EXIT_MEMORY, "disk", f"no space left on the disk{place}", "free some, or write elsewhere (--out)"
         )
     if _is_out_of_memory(exception, text):
-        return Failure(
-            EXIT_MEMORY, "memory", f"out of memory: {text}" if text else "out of memory", memory_hint
-        )
+        return Failure(EXIT_MEMORY, "memory", f"out of memory: {text}" if text else "out of memory", memory_hint)
     if isinstance(exception, OSError):
         return _describe_os_error(exception, text)
     if _is_missing_device(text):
@@ -255,9 +251,7 @@ def _describe_os_error(exception: OSError, text: str) -> Failure:
 
 def _is_disk_full(exception: BaseException, text: str) -> bool:
     # safetensors and torch.save wrap the system's error and keep only its words
-    return (
-        getattr(exception, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in text
-    )
+    return getattr(exception, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in text
 
 
 def _is_out_of_memory(exception: BaseException, text: str) -> bool:
@@ -280,9 +274,7 @@ def _is_missing_device(text: str) -> bool:
 
 
 def _is_typer_exit(exception: BaseException) -> bool:
-    return type(exception).__name__ in ("Exit", "Abort") and type(exception).__module__.startswith(
-        ("typer", "click")
-    )
+    return type(exception).__name__ in ("Exit", "Abort") and type(exception).__module__.startswith(("typer", "click"))
 
 
 def _save_traceback(exception: BaseException) -> str:

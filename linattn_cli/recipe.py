@@ -127,9 +127,7 @@ def _read_file(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        siblings = (
-            [p.name for p in path.parent.glob("*") if p.suffix in _SUFFIXES] if path.parent.is_dir() else []
-        )
+        siblings = [p.name for p in path.parent.glob("*") if p.suffix in _SUFFIXES] if path.parent.is_dir() else []
         hint = "linattn list recipes shows the packaged ones, which are given by name"
         message = f"the recipe file {path} does not exist{nearest(path.name, siblings)}"
         raise CliError(message, hint=hint, kind="recipe") from None
@@ -188,9 +186,7 @@ def _index(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], name: str)
         if key_node.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
             shown = getattr(key_node, "value", "")
             shown = f", got {shown}" if isinstance(shown, str) else ""
-            raise CliError(
-                f"{name}, line {line}: a key must be a word{shown}", hint="quote it", kind="recipe"
-            )
+            raise CliError(f"{name}, line {line}: a key must be a word{shown}", hint="quote it", kind="recipe")
         key = (*path, str(key_node.value))
         if key in lines:
             raise CliError(
@@ -207,9 +203,7 @@ def _syntax_error(error: yaml.YAMLError, name: str) -> CliError:
     mark = getattr(error, "problem_mark", None)
     where = f"{name}, line {mark.line + 1}, column {mark.column + 1}" if mark else name
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be parsed"
-    return CliError(
-        f"{where}: not valid YAML: {problem}", hint="check indentation, quotes and colons", kind="recipe"
-    )
+    return CliError(f"{where}: not valid YAML: {problem}", hint="check indentation, quotes and colons", kind="recipe")
 
 
 def parse_value(text: str) -> Any:
@@ -223,6 +217,4 @@ def parse_value(text: str) -> Any:
 
 def dump_yaml(data: dict[str, Any]) -> str:
     """Data as block-style YAML in the given order, read back unchanged by `parse_recipe`."""
-    return yaml.dump(
-        data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=100
-    )
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=100)

@@ -104,9 +104,7 @@ def _check(name: str, device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
-def _run(
-    operator: Operator, inputs: dict[str, Tensor], wanted: tuple[str, ...], impl: str
-) -> dict[str, Tensor]:
+def _run(operator: Operator, inputs: dict[str, Tensor], wanted: tuple[str, ...], impl: str) -> dict[str, Tensor]:
     """Output and gradients, back on the CPU, so that a GPU has finished when this returns."""
     leaves = {key: inputs[key].clone().requires_grad_() for key in wanted}
     out = operator({**inputs, **leaves}, impl).o
@@ -117,9 +115,7 @@ def _run(
 
 def _judge(got: Tensor, expected: Tensor, serial: Tensor, quantity: str) -> dict[str, Any]:
     found: Comparison = compare(got, expected, dtype=torch.float32)
-    allowed = budget(
-        torch.float32, compare(serial, expected, dtype=torch.float32), gradient=quantity == "gradient"
-    )
+    allowed = budget(torch.float32, compare(serial, expected, dtype=torch.float32), gradient=quantity == "gradient")
     return {
         "max_error": found.max_error,
         "budget": allowed.max_error,

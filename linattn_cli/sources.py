@@ -92,25 +92,19 @@ class Sources:
     def _refuse_undoing(self, path: KeyPath, value: Any, text: str) -> None:
         for earlier, label in self.given.items():
             if earlier[: len(path)] == path and not (earlier == path and self.get(path) == value):
-                raise CliError(
-                    f"--set {text} would undo {label}", hint="give the wider one first, and each key once"
-                )
+                raise CliError(f"--set {text} would undo {label}", hint="give the wider one first, and each key once")
 
     def _refuse_contradiction(self, path: KeyPath, value: Any) -> None:
         label = self.given.get(path)
         if label is not None and self.get(path) != value:
-            raise CliError(
-                f"{label} contradicts {option_name('.'.join(path))} {value}", hint="give one of the two"
-            )
+            raise CliError(f"{label} contradicts {option_name('.'.join(path))} {value}", hint="give one of the two")
 
 
 def _split_set(text: str) -> tuple[KeyPath, Any]:
     key, equals, value = text.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or not all(path):
-        raise CliError(
-            f"--set takes section.key=value, got {text!r}", hint="for example --set model.d_head=64"
-        )
+        raise CliError(f"--set takes section.key=value, got {text!r}", hint="for example --set model.d_head=64")
     try:
         return path, parse_value(value)
     except yaml.YAMLError as error:

@@ -13,9 +13,7 @@ KINDS = ("models", "tasks", "recipes")
 
 
 def list_(
-    kind: Annotated[
-        str | None, typer.Argument(metavar="[models|tasks|recipes]", help="All three by default.")
-    ] = None,
+    kind: Annotated[str | None, typer.Argument(metavar="[models|tasks|recipes]", help="All three by default.")] = None,
     fmt: FormatOption = None,
     json: JsonOption = False,
     quiet: QuietOption = False,

@@ -67,9 +67,7 @@ def show(
         batch = task.batch(count, seed=seed, stream=stream, index=index)
         doc.config = {"task": task.config(), "seed": seed, "stream": stream, "index": index, "count": count}
         doc.results = [
-            {"example": example, **record}
-            for example in range(count)
-            for record in task.explain(batch, example)
+            {"example": example, **record} for example in range(count) for record in task.explain(batch, example)
         ]
         doc.summary = {"input_len": task.input_len, "fingerprint": task.fingerprint(seed), **task.chance()}
         chances = ", ".join(f"{key} {value:.4g}" for key, value in task.chance().items() if value is not None)

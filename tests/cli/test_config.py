@@ -82,18 +82,14 @@ def test_values_are_typed_as_yaml_1_2(text, value):
     assert type(got) is type(value)
 
 
-@pytest.mark.parametrize(
-    "word", ["1e-3", "no", "true", "null", "", "010", "a: b", "é", "12:30", "- x", "#x", "~"]
-)
+@pytest.mark.parametrize("word", ["1e-3", "no", "true", "null", "", "010", "a: b", "é", "12:30", "- x", "#x", "~"])
 def test_dumped_strings_stay_strings(word):
     assert parse_recipe(dump_yaml({"key": word}), "x").data == {"key": word}
 
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_resolved_recipe_is_accepted_back_unchanged(recipe, name):
-    config = load_run_config(
-        overrides={"model.name": name, "train.betas": [0.9, 0.95], "seed": 3, "train.lr": 1e-05}
-    )
+    config = load_run_config(overrides={"model.name": name, "train.betas": [0.9, 0.95], "seed": 3, "train.lr": 1e-05})
     text = dump_recipe(config)
     again = load_run_config(recipe(text))
     assert again == config
@@ -102,9 +98,7 @@ def test_a_resolved_recipe_is_accepted_back_unchanged(recipe, name):
 
 
 def test_a_sweep_survives_the_round_trip(recipe):
-    config = load_run_config(
-        recipe("sweep:\n  models: [vla, linear]\n  lrs: [1e-3, 3e-4]\n  seeds: [0, 1]\n")
-    )
+    config = load_run_config(recipe("sweep:\n  models: [vla, linear]\n  lrs: [1e-3, 3e-4]\n  seeds: [0, 1]\n"))
     assert config.sweep is not None
     assert config.sweep.lrs == [1e-3, 3e-4]
     assert load_run_config(recipe(dump_recipe(config), "again.yaml")) == config
@@ -124,10 +118,7 @@ def test_misspelt_section(recipe):
 
 def test_misspelt_task_key_names_the_task(recipe):
     path = recipe("task:\n  n_piars: 3\n")
-    assert (
-        f"{path}, line 2: task.n_piars is not a key of task mqar (did you mean 'n_pairs'?)"
-        in refused(path).message
-    )
+    assert f"{path}, line 2: task.n_piars is not a key of task mqar (did you mean 'n_pairs'?)" in refused(path).message
 
 
 def test_duplicate_key_is_refused_with_both_lines(recipe):
@@ -231,10 +222,7 @@ def test_unknown_model_and_task_name_the_nearest_and_where_it_was_said(recipe):
     assert refused(overrides={"model.name": "vlaa"}).message == (
         "--model: there is no model 'vlaa' (did you mean 'vla'?)"
     )
-    assert (
-        refused(overrides={"task.name": "mqra"}).message
-        == "--task: there is no task 'mqra' (did you mean 'mqar'?)"
-    )
+    assert refused(overrides={"task.name": "mqra"}).message == "--task: there is no task 'mqra' (did you mean 'mqar'?)"
     path = recipe("task:\n  name: mqra\n")
     assert refused(path).message.startswith(f"{path}, line 2: there is no task 'mqra'")
 
