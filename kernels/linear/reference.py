@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from linattn_cli.kernels.layout import queries_time_first, stack_tokens, time_first
 from linattn_cli.kernels.types import state_dtype
-from torch import Tensor
 
 
 def linear_scan_reference(

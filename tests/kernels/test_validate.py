@@ -95,7 +95,7 @@ ERRORS = [
     (lambda: delta(a=x(B, T, H, V)), "a must have shape [B, T, H, K] = [2, 8, 4, 6], got [2, 8, 4, 5]"),
     (lambda: delta(p=x(B, T, 2, K)), "a must have shape [B, T, H, K] = [2, 8, 2, 6], got [2, 8, 4, 6]"),
     (lambda: delta(log_decay=x(B, T, 2)), "log_decay must have shape [B, T, H] = [2, 8, 4], got [2, 8, 2]"),
-    (lambda: delta(initial_state=state(heads=2)), "initial_state must have shape [B, H, K, V] = [2, 4, 6, 5], got [2, 2"),
+    (lambda: delta(initial_state=state(heads=2)), "initial_state must have shape [B, H, K, V] = [2, 4, 6, 5], got"),
     (lambda: gain(lambda0=0.0), "lambda0 must be a finite float > 0, got 0.0"),
     (lambda: gain(lambda0=float("nan")), "lambda0 must be a finite float > 0, got nan"),
     (lambda: gain(lambda0=True), "lambda0 must be a finite float > 0, got True"),
