@@ -47,8 +47,12 @@ def check_tensor(name: str, tensor: object, letters: str) -> None:
             f"with shape {list(tensor.shape)}; add or remove dimensions"
         )
     if tensor.dtype not in _DTYPES:
-        names = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
-        raise ValueError(f"{name} must have dtype {names}, got {str(tensor.dtype).removeprefix('torch.')}; convert it")
+        names = ", ".join(_name(dtype) for dtype in _DTYPES)
+        raise ValueError(f"{name} must have dtype {names}, got {_name(tensor.dtype)}; convert it")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_same(tensors: Mapping[str, Tensor]) -> None:
@@ -111,8 +115,8 @@ def check_log_decay(log_decay: Tensor | None, like: Tensor, heads: int) -> None:
         largest = log_decay.detach().max().item()
         if not largest <= 0:
             raise ValueError(
-                f"log_decay must be <= 0 everywhere (natural log of a decay in (0, 1]), got a maximum of {largest:.4g}; "
-                "pass decay.log(), or -softplus(x)"
+                f"log_decay must be <= 0 everywhere (natural log of a decay in (0, 1]), got a maximum of "
+                f"{largest:.4g}; pass decay.log(), or -softplus(x)"
             )
 
 
@@ -128,8 +132,8 @@ def check_initial_state(
     wanted = state_dtype(like.dtype)
     if state.dtype != wanted:
         raise ValueError(
-            f"{name} must be {str(wanted).removeprefix('torch.')} for {str(like.dtype).removeprefix('torch.')} inputs, "
-            f"got {str(state.dtype).removeprefix('torch.')}; states are never kept in half precision, use the one returned"
+            f"{name} must be {_name(wanted)} for {_name(like.dtype)} inputs, got {_name(state.dtype)}; "
+            "states are never kept in half precision, use the one returned"
         )
 
 

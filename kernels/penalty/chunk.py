@@ -76,6 +76,10 @@ class _Chunks(NamedTuple):
         residual = add_product(through_start, masked(x @ self.u.mT, None, 0), self.u, sign=-1)
         return x + self._downdated(residual)
 
+    def last_inverse(self) -> Tensor:
+        """A after the last token, `[B, H, K, K]`."""
+        return self.inverses[-1] - self.downdates[-1].mT @ self.downdates[-1]
+
     def _downdated(self, k: Tensor) -> Tensor:
         scores = masked(k @ self.downdates.mT, None, 0)
         return add_product(k @ self.inverses, scores, self.downdates, sign=-1)
@@ -101,10 +105,7 @@ class _PenaltyChunk(torch.autograd.Function):
         downdates = torch.linalg.solve_triangular(factor.mT, projected.mT, upper=True, left=False).mT
         chunks = _Chunks(u, regularised(masses[:-1], lambda0), inverses, downdates)
         x = chunks.gains(k)
-        if fresh:
-            final_inverse = inverse(final_mass, lambda0)
-        else:
-            final_inverse = inverses[-1] - downdates[-1].mT @ downdates[-1]
+        final_inverse = inverse(final_mass, lambda0) if fresh else chunks.last_inverse()
         ctx.save_for_backward(x, final_inverse, *chunks)
         return x, final_mass, final_inverse
 
