@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from linattn_cli.kernels.delta import delta_scan
 from linattn_cli.kernels.forms.features import check_mask, feature_map, keep, unit
+from linattn_cli.kernels.forms.scan import delta_scan
 from linattn_cli.kernels.forms.serial import pick, start_state, token_masks
 from linattn_cli.kernels.layout import queries_time_first, stack_tokens, time_first
 from linattn_cli.kernels.types import FormOutput, Impl, state_dtype

@@ -15,9 +15,9 @@ from linattn_cli.kernels.forms.features import (
     keep,
     ratio_readout,
 )
+from linattn_cli.kernels.forms.scan import linear_scan
 from linattn_cli.kernels.forms.serial import pick, start_state, token_masks
 from linattn_cli.kernels.layout import queries_time_first, stack_tokens, time_first
-from linattn_cli.kernels.linear import linear_scan
 from linattn_cli.kernels.types import FormOutput, Impl
 from linattn_cli.kernels.validate import check_linear
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn_cli.kernels.delta import delta_scan
 from linattn_cli.kernels.forms.features import (
     RATIO_EPS,
     check_choice,
@@ -17,9 +16,9 @@ from linattn_cli.kernels.forms.features import (
     ratio_readout,
     unit,
 )
+from linattn_cli.kernels.forms.scan import delta_scan, penalty_gain
 from linattn_cli.kernels.forms.serial import pick, start_state, token_masks
 from linattn_cli.kernels.layout import queries_time_first, stack_tokens, time_first
-from linattn_cli.kernels.penalty import penalty_gain
 from linattn_cli.kernels.penalty.inverse import REFRESH, inverse, start
 from linattn_cli.kernels.types import FormOutput, Impl, PenaltyState, state_dtype
 from linattn_cli.kernels.validate import check_linear, check_shape
