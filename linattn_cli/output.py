@@ -221,7 +221,7 @@ def describe_error(exception: BaseException, *, memory_hint: str = MEMORY_HINT) 
             EXIT_MEMORY, "disk", f"no space left on the disk{place}", "free some, or write elsewhere (--out)"
         )
     if _is_out_of_memory(exception, text):
-        return Failure(EXIT_MEMORY, "memory", f"out of memory: {text}" if text else "out of memory", memory_hint)
+        return Failure(EXIT_MEMORY, "memory", f"out of memory: {text[:200]}" if text else "out of memory", memory_hint)
     if isinstance(exception, OSError):
         return _describe_os_error(exception, text)
     if _is_missing_device(text):
