@@ -22,26 +22,35 @@ def first_nonfinite(model: nn.Module, batch: TaskBatch, *, device: torch.device,
         if not _finite(parameter):
             return f"parameter {name}"
     outputs: list[str] = []
+    inside: list[str] = []
 
-    def note(name: str) -> Any:
+    def enter(name: str) -> Any:
+        return lambda module, inputs: inside.append(name)
+
+    def leave(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            inside.pop()
             # Hooks run as modules end, inner ones first, so the first entry is the innermost culprit.
             if not outputs and not all(_finite(tensor) for tensor in _tensors(output)):
-                outputs.append(name)
+                outputs.append(f"output of {name}")
 
         return hook
 
-    handles = [
-        module.register_forward_hook(note(name or "the model")) for name, module in model.named_modules()
-    ]
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(enter(name or "the model")))
+        handles.append(module.register_forward_hook(leave(name or "the model")))
     try:
         model.zero_grad(set_to_none=True)
         loss = score(model, batch, device=device, dtype=dtype).loss()
+    except torch.linalg.LinAlgError:
+        # A factorisation refuses a matrix that is not finite before its module has an output.
+        return outputs[0] if outputs else f"a factorisation inside {inside[-1]}"
     finally:
         for handle in handles:
             handle.remove()
     if outputs:
-        return f"output of {outputs[0]}"
+        return outputs[0]
     if not _finite(loss):
         return "the loss"
     loss.backward()

@@ -93,6 +93,14 @@ def _resume(
     stored_recipe = str(run.path / RECIPE)
     stored = load_run_config(stored_recipe)
     config = load_run_config(recipe or stored_recipe, sets, dict(overrides))
+    checkpoint = checkpoints.load(run.path, from_step)
+    step = 0 if checkpoint is None else checkpoint.step
+    if config.train.steps < step:
+        raise CliError(
+            f"run folder {run.path} is at step {step} already, past --steps {config.train.steps}",
+            hint="give more steps, or choose another --out",
+            kind="run_folder",
+        )
     changed = list(differences(stored.model_dump(mode="json"), config.model_dump(mode="json")))
     for key, before, after in changed:
         if key not in MAY_CHANGE:
@@ -102,21 +110,11 @@ def _resume(
                 kind="run_folder",
             )
     notes = [f"{key} changed from {before} to {after}" for key, before, after in changed]
-    checkpoint = checkpoints.load(run.path, from_step)
-    step = 0 if checkpoint is None else checkpoint.step
-    if config.train.steps < step:
-        raise CliError(
-            f"run folder {run.path} is at step {step} already, past --steps {config.train.steps}",
-            hint="give more steps, or choose another --out",
-            kind="run_folder",
-        )
     if checkpoint is None:
         notes.append("no checkpoint yet: starting from the first step")
     else:
         notes.append(f"continuing from {run.path / CHECKPOINTS}/step-{step}")
-    notes += [
-        f"dropped the checkpoint of step {newer}" for newer in checkpoints.discard_after(run.path, step)
-    ]
+    notes += [f"dropped the checkpoint of step {newer}" for newer in checkpoints.discard_after(run.path, step)]
     run.cut_metrics(step)
     if changed:
         run.write_recipe(dump_recipe(config))

@@ -149,6 +149,8 @@ class Trainer:
             torch.set_rng_state(checkpoint.state["rng"]["cpu"])
             if self.device.type == "cuda" and "cuda" in checkpoint.state["rng"]:
                 torch.cuda.set_rng_state(checkpoint.state["rng"]["cuda"], self.device)
+            # Sums split over another number of threads round differently.
+            torch.set_num_threads(int(checkpoint.state["threads"]))
             self.train_s = float(checkpoint.state["train_s"])
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             reason = " ".join(str(error).split())[:200]
@@ -172,6 +174,7 @@ class Trainer:
             "step": self.step,
             "optimizer": self.optimizer.state_dict(),
             "rng": rng,
+            "threads": torch.get_num_threads(),
             "train_s": self.train_s,
         }
         self.run.sync_metrics()
@@ -194,7 +197,12 @@ class Trainer:
         with StopSignal() as stop:
             self._start_clock()
             while self.step < self.settings.steps and not self._reached():
-                figures = self._step()
+                try:
+                    figures = self._step()
+                except torch.linalg.LinAlgError:
+                    # Factorisations refuse what is not finite before the loss can show it.
+                    self._require_finite()
+                    raise self._not_finite(self.step) from None
                 validate, log, save = self._due()
                 signalled = stop.received
                 save = save or signalled is not None
@@ -301,8 +309,11 @@ class Trainer:
 
     def _require_finite(self) -> None:
         bad_step = int(self._bad_step)
-        if bad_step < 0:
-            return
+        if bad_step >= 0:
+            raise self._not_finite(bad_step)
+
+    def _not_finite(self, bad_step: int) -> CliError:
+        """The error that names the step and the tensor, with the weights before it kept as a checkpoint."""
         batch = self.task.batch(self.settings.batch_size, seed=self.seed, stream="train", index=bad_step)
         tensor = first_nonfinite(self.model, batch, device=self.device, dtype=self.settings.dtype)
         self.step = bad_step
@@ -311,7 +322,7 @@ class Trainer:
             self.save()
         rate = learning_rate(bad_step, self.settings)
         kept = f"; the checkpoint of step {self.saved_step} is kept" if self.saved_step is not None else ""
-        raise CliError(
+        return CliError(
             f"training is not finite at step {bad_step + 1}: first in {tensor}{kept}",
             hint=f"the learning rate was {rate:.3g}: try a lower --lr, a longer warm-up or --dtype float32",
             exit_code=1,

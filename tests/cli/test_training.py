@@ -76,6 +76,15 @@ class BadGradient(Poisoned):
         return out
 
 
+class BadFactor(Poisoned):
+    """A factorisation refuses what is not finite before there is a loss."""
+
+    def forward(self, tokens):
+        out = super().forward(tokens)
+        struck = float("nan") if self.is_struck(tokens) else 1.0
+        return out * torch.linalg.cholesky(struck * torch.eye(2)).sum() / 2
+
+
 def make(model=Bag, run=None, on_step=None, **settings):
     torch.manual_seed(0)
     defaults = {"steps": 12, "batch_size": 8, "warmup_steps": 2, "lr": 1e-2, "log_every": 1}
@@ -170,6 +179,18 @@ def test_a_resumed_run_repeats_the_unbroken_one_bit_for_bit(run, tmp_path, cut):
     assert_same(weights(resumed), weights(whole))
 
 
+def test_a_resumed_run_uses_as_many_threads_as_before(run):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        make(run=run, steps=2).train()
+        torch.set_num_threads(2)
+        make(steps=2).restore(checkpoints.load(run.path))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_checkpoint_of_another_model_is_refused(run):
     make(run=run).train()
 
@@ -185,12 +206,14 @@ def test_a_checkpoint_of_another_model_is_refused(run):
 
 @pytest.mark.parametrize(
     ("model", "culprit"),
-    [(BadOutput, "output of norm"), (BadGradient, "gradient of mix.weight")],
+    [
+        (BadOutput, "output of norm"),
+        (BadGradient, "gradient of mix.weight"),
+        (BadFactor, "a factorisation inside the model"),
+    ],
 )
 @pytest.mark.parametrize("checkpoint_every", [3, 500])
-def test_a_step_that_is_not_finite_is_named_and_the_weights_before_it_kept(
-    run, model, culprit, checkpoint_every
-):
+def test_a_step_that_is_not_finite_is_named_and_the_weights_before_it_kept(run, model, culprit, checkpoint_every):
     with pytest.raises(CliError, match=f"not finite at step 8: first in {culprit}") as caught:
         make(model, run=run, checkpoint_every=checkpoint_every).train()
     assert caught.value.exit_code == 1
@@ -243,9 +266,7 @@ def test_weights_that_are_not_finite_are_never_saved(run):
     assert checkpoints.list_steps(run.path) == [2, 4]
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "name"), [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "SIGINT")]
-)
+@pytest.mark.parametrize(("number", "code", "name"), [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "SIGINT")])
 def test_a_signal_saves_a_checkpoint_first(run, number, code, name):
     before = signal.getsignal(number)
 
