@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from linattn_cli import brute_force
 from linattn_cli.kernels.forms.ahla import ahla
 from linattn_cli.kernels.forms.hla2 import hla2
 from linattn_cli.kernels.forms.hla3 import hla3
 from linattn_cli.kernels.types import FormOutput
-from tests.kernels import brute_force
 
 
 @dataclass(frozen=True)
