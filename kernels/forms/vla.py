@@ -81,21 +81,12 @@ def vla(
             initial_state=initial_state,
         )
     S, penalty_state, z = initial_state or (None, None, None)
-    key, write, penalty_state = vla_directions(
-        k,
-        u,
-        beta,
-        lambda0=lambda0,
-        penalty=penalty,
-        normalise_gate=normalise_gate,
-        feature_map=feature_map,
-        mask=mask,
-        initial_state=penalty_state,
-        chunk_size=chunk_size,
-        impl=impl,
-    )
     phi = _phi(feature_map)
     q, k = phi(q), keep(phi(k), mask)
+    key = unit(k)
+    write, penalty_state = _write_direction(
+        key, u, beta, lambda0, penalty, normalise_gate, mask, penalty_state, chunk_size, impl
+    )
     scan = delta_scan(q, key, write, v, initial_state=S, chunk_size=chunk_size, impl=impl)
     if readout == "raw":
         return FormOutput(scan.o, VLAState(scan.final_state, penalty_state, None), impl=scan.impl)
@@ -125,6 +116,15 @@ def vla_directions(
     The Jacobian of a step is `I - (beta a) k^T`.
     """
     key = keep(unit(_phi(feature_map)(k)), mask)
+    write, state = _write_direction(
+        key, u, beta, lambda0, penalty, normalise_gate, mask, initial_state, chunk_size, impl
+    )
+    return key, write, state
+
+
+def _write_direction(
+    key, u, beta, lambda0, penalty, normalise_gate, mask, initial_state, chunk_size, impl
+) -> tuple[Tensor, PenaltyState | None]:
     if penalty == "none":
         gain, state = key / lambda0, None
     else:
@@ -140,7 +140,7 @@ def vla_directions(
     write = unit(gain) if normalise_gate else gain
     if beta is not None:
         write = (write * beta.unsqueeze(-1)).to(write.dtype)
-    return key, write, state
+    return write, state
 
 
 def vla_serial(
