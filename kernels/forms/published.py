@@ -23,12 +23,16 @@ from linattn_cli.kernels.monoids.blelloch import reduce
 
 
 class Published(NamedTuple):
-    """published, exact, corrected: tensors of one shape; why: one line."""
+    """published, exact, corrected: tensors of one shape; why: one line.
+
+    truth is what `corrected` is judged by where that is not `exact`, as for an operator judged by itself.
+    """
 
     published: Tensor
     exact: Tensor
     corrected: Tensor
     why: str
+    truth: Tensor | None = None
 
 
 def _last_read(q: Tensor, state: Tensor) -> Tensor:
@@ -71,11 +75,13 @@ def hla2_decayed_operator(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) ->
     printed = Monoid("hla2 as printed", combine, hla2_segments.identity_paper)
     left = fold(combine, _singles(tokens))
     corrected = reduce(hla2_segments.HLA2_PAPER, tokens)
+    serial = fold(hla2_segments.combine_paper, _singles(tokens))
     return Published(
         reduce(printed, tokens).G,
         left.G,
         corrected.G,
         "not associative: G needs the product of the decays of S and C; with one decay the tree is not the left fold",
+        serial.G,
     )
 
 
