@@ -58,7 +58,7 @@ def jacobian_norm(log_decay: Tensor | None, a: Tensor | None, p: Tensor | None) 
     return torch.linalg.svdvals(scaled - a[..., :, None] * p[..., None, :])[..., 0]
 
 
-def mixer_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def mixer_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Every mixer of a model with its name, first layer first."""
     for name, module in model.named_modules():
         if hasattr(module, "jacobian_factors"):
