@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+LOG2_E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(-200.0)  # exp of it is 0 in float32: stands for any stronger log-decay, -inf included
 INTERPRETED_PROGRAMS = 8
 
@@ -121,14 +122,21 @@ def store_matrix(p_x, b_x, o_r, R: tl.constexpr, row, o_c, N: tl.constexpr):
 
 @triton.jit
 def load_decay(p_decay, o_t, T, H):
-    """Log-decays of a chunk, their running sum and their total, all float64.
+    """Log2-decays of a chunk, their running sum and their total, all float64.
 
     In float64 a difference of two running sums keeps the digits of the decays between two tokens, also beside
     one that is a thousand times stronger. It is one vector a chunk.
     """
     b_decay = tl.load(p_decay + o_t.to(tl.int64) * H, mask=o_t < T, other=0.0).to(tl.float32)
-    b_decay = tl.maximum(b_decay, NEVER).to(tl.float64)
+    b_decay = tl.maximum(b_decay, NEVER).to(tl.float64) * LOG2_E
     return b_decay, tl.cumsum(b_decay, axis=0), tl.sum(b_decay, axis=0)
+
+
+@triton.jit
+def power_of_two(b_log):
+    """`2^b_log` in float32 of float64 exponents <= 0, to the last digits also where it is tiny."""
+    b_whole = tl.floor(b_log)
+    return tl.exp2((b_log - b_whole).to(tl.float32)) * tl.exp2(b_whole.to(tl.float32))
 
 
 @triton.jit
@@ -148,12 +156,8 @@ def pair_decay(b_decay, b_sum, C: tl.constexpr, REVERSE: tl.constexpr, STRICT: t
     STRICT leaves out the decay next to the read (forward) or to the write (reverse), and the diagonal.
     """
     b_own = b_sum - b_decay if STRICT else b_sum
-    if REVERSE:
-        b_log = b_own[None, :] - b_sum[:, None]
-    else:
-        b_log = b_own[:, None] - b_sum[None, :]
-    b_pair = tl.exp(tl.minimum(b_log, 0.0).to(tl.float32))
-    return tl.where(pair_mask(C, REVERSE, STRICT), b_pair, 0.0)
+    b_log = b_own[None, :] - b_sum[:, None] if REVERSE else b_own[:, None] - b_sum[None, :]
+    return tl.where(pair_mask(C, REVERSE, STRICT), power_of_two(tl.minimum(b_log, 0.0)), 0.0)
 
 
 @triton.jit
@@ -163,7 +167,7 @@ def edge_decay(b_decay, b_sum, b_total, AFTER: tl.constexpr, STRICT: tl.constexp
         b_log = b_total - b_sum if STRICT else b_total - b_sum + b_decay
     else:
         b_log = b_sum - b_decay if STRICT else b_sum
-    return tl.exp(b_log.to(tl.float32))
+    return power_of_two(b_log)
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "length"])
@@ -188,15 +192,15 @@ def outer_sum_kernel(
     first = i_s * length
     count = tl.minimum(length, chunks - first)
     b_S = tl.zeros((BK, BV), tl.float32)
-    total = 0.0
+    total = 1.0
     for n in range(count):
         i_c = first + count - 1 - n if REVERSE else first + n
         o_t = i_c * C + tl.arange(0, C)
         if DECAY:
             b_decay, b_sum, b_total = load_decay(p_decay, o_t, T, H)
             b_write = edge_decay(b_decay, b_sum, b_total, not REVERSE, STRICT or not REVERSE)
-            b_S *= tl.exp(b_total.to(tl.float32))
-            total += b_total.to(tl.float32)
+            b_S *= power_of_two(b_total)
+            total *= power_of_two(b_total)
         for j in range(J):
             b_k = load_rows(p_k + j * K, o_t, T, H * J * K, o_k, K, BK)
             b_v = load_rows(p_v + j * V, o_t, T, H * J * V, o_v, V, BV)
@@ -226,7 +230,7 @@ def carry_kernel(
         b_sum = tl.load(p_sum + i_s * SIZE + o_x, mask=keep, other=0.0)
         tl.store(p_start + i_s * SIZE + o_x, b_S, mask=keep)
         if DECAY:
-            b_S *= tl.exp(tl.load(p_total + i_s))
+            b_S *= tl.load(p_total + i_s)
         b_S += b_sum
     tl.store(p_final + i_h * SIZE + o_x, b_S, mask=keep)
 
@@ -277,10 +281,7 @@ def segment_cumsum(x: Tensor, tokens: int, *, reverse: bool, strict: bool) -> Te
     B, T, H = x.shape
     runs = -(-T // tokens)
     padded_x = torch.nn.functional.pad(x, (0, 0, 0, runs * tokens - T)).view(B, runs, tokens, H)
-    if reverse:
-        total = padded_x.flip(2).cumsum(2).flip(2)
-    else:
-        total = padded_x.cumsum(2)
+    total = padded_x.flip(2).cumsum(2).flip(2) if reverse else padded_x.cumsum(2)
     if strict:
         total = total - padded_x
     return total.view(B, runs * tokens, H)[:, :T]

@@ -74,9 +74,9 @@ def _only_edge(like: Tensor, V: int, initial: Tensor | None) -> Tensor:
     "linattn::delta_scan",
     mutates_args=(),
     schema="(Tensor q, Tensor p, Tensor a, Tensor v, Tensor? log_decay, Tensor? initial_state, bool reverse, "
-    "int chunk, bool save) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "int chunk, bool save, bool keep_residual) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _delta_scan(q, p, a, v, log_decay, initial_state, reverse, chunk, save):
+def _delta_scan(q, p, a, v, log_decay, initial_state, reverse, chunk, save, keep_residual):
     q, p, a, v = q.contiguous(), p.contiguous(), a.contiguous(), v.contiguous()
     B, T, H, K = p.shape
     Q, V = q.shape[2], v.shape[3]
@@ -86,7 +86,7 @@ def _delta_scan(q, p, a, v, log_decay, initial_state, reverse, chunk, save):
     store = torch.bfloat16 if p.dtype == torch.bfloat16 else torch.float32
     w = torch.empty(B, T, H, K, dtype=store, device=p.device)
     u = torch.empty(B, T, H, V, dtype=store, device=p.device)
-    o, residual, final, inverse, starts, transition = _outputs(q, p, v, reverse, chunk, save)
+    o, residual, final, inverse, starts, transition = _outputs(q, p, v, chunk, save, keep_residual)
     shared = _sizes(K, V, blocks) | {"DECAY": log_decay is not None, "REVERSE": reverse}
     prepare_kernel[(chunks * B * H,)](
         p, a, v, decay, w, u, inverse, T, chunks, B, H, LEVELS=blocks.C.bit_length() - 1, SAVE=save, **shared
@@ -101,12 +101,12 @@ def _delta_scan(q, p, a, v, log_decay, initial_state, reverse, chunk, save):
     else:
         starts = _only_edge(p, V, initial)
     output_kernel[(supers * B * H, columns)](
-        q, a, w, u, decay, starts, o, residual, final, T, chunks, length, B, H, G=Q // H, **shared
+        q, a, w, u, decay, starts, o, residual, final, T, chunks, length, B, H, G=Q // H, KEEP=keep_residual, **shared
     )
     return o, final, residual, inverse, starts, transition
 
 
-def _outputs(q, p, v, reverse, chunk, save):
+def _outputs(q, p, v, chunk, save, keep_residual):
     """Unfilled outputs: o, residual, final state, chunk inverses, edge states, transitions."""
     B, T, H, K = p.shape
     V = v.shape[3]
@@ -115,7 +115,7 @@ def _outputs(q, p, v, reverse, chunk, save):
     options = {"dtype": torch.float32, "device": p.device}
     return (
         torch.empty(B, T, q.shape[2], V, dtype=v.dtype, device=p.device),
-        torch.empty(B, T, H, V, **options),
+        torch.empty(B, T if keep_residual else 0, H, V, **options),
         torch.empty(B, H, K, V, **options),
         torch.empty(B, T, H, blocks.C if save else 0, dtype=store, device=p.device),
         torch.empty(B, H, supers, K, V, **options),
@@ -124,8 +124,8 @@ def _outputs(q, p, v, reverse, chunk, save):
 
 
 @_delta_scan.register_fake
-def _(q, p, a, v, log_decay, initial_state, reverse, chunk, save):
-    o, residual, final, inverse, starts, transition = _outputs(q, p, v, reverse, chunk, save)
+def _(q, p, a, v, log_decay, initial_state, reverse, chunk, save, keep_residual):
+    o, residual, final, inverse, starts, transition = _outputs(q, p, v, chunk, save, keep_residual)
     return o, final, residual, inverse, starts, transition
 
 
@@ -199,7 +199,7 @@ def _(d_o, d_final, d_residual, q, p, a, log_decay, final, residual, inverse, st
 
 
 def _setup(ctx: Any, inputs, output) -> None:
-    q, p, a, _, log_decay, initial_state, ctx.reverse, ctx.chunk, _ = inputs
+    q, p, a, _, log_decay, initial_state, ctx.reverse, ctx.chunk, *_ = inputs
     ctx.set_materialize_grads(False)
     ctx.has_initial = initial_state is not None
     ctx.save_for_backward(q, p, a, log_decay, *output[1:])
@@ -211,7 +211,7 @@ def _backward(ctx: Any, d_o, d_final, d_residual, *_):
         d_o, d_final, d_residual, q, p, a, log_decay, *saved, ctx.reverse, ctx.chunk
     )
     d_decay = None if log_decay is None else d_decay
-    return *grads, d_decay, d_initial if ctx.has_initial else None, None, None, None
+    return *grads, d_decay, d_initial if ctx.has_initial else None, None, None, None, None
 
 
 _delta_scan.register_autograd(_backward, setup_context=_setup)
@@ -225,12 +225,13 @@ def delta_scan_triton(
     *,
     log_decay: Tensor | None,
     initial_state: Tensor | None,
+    return_residual: bool,
     reverse: bool,
     chunk_size: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """`delta_scan` on a GPU; see its docstring for the recurrence and shapes."""
     refuse_float64("delta_scan", q, p, a, v)
     inputs = (q, p, a, v, log_decay, initial_state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    o, final, residual, *_ = _delta_scan(*inputs, reverse, chunk_size or 0, save)
-    return o, final, residual
+    o, final, residual, *_ = _delta_scan(*inputs, reverse, chunk_size or 0, save, save or return_residual)
+    return o, final, residual if return_residual else None

@@ -23,6 +23,7 @@ from linattn_cli.kernels.triton_common import (
     load_rows,
     pair_decay,
     pair_mask,
+    power_of_two,
     store_matrix,
     store_rows,
 )
@@ -40,7 +41,7 @@ def pair_weights(p_decay, o_t, T, H, C: tl.constexpr, DECAY: tl.constexpr, REVER
         b_m = pair_decay(b_decay, b_sum, C, True, False)
         return tl.where(o_r < o_c, b_m, 0.0), b_m
     b_n = pair_decay(b_decay, b_sum, C, False, True)
-    return b_n, tl.where(o_r == o_c, 1.0, b_n * tl.exp(b_decay.to(tl.float32))[:, None])
+    return b_n, tl.where(o_r == o_c, 1.0, b_n * power_of_two(b_decay)[:, None])
 
 
 @triton.jit
@@ -50,7 +51,7 @@ def edge_weights(p_decay, o_t, T, H, REVERSE: tl.constexpr):
     b_query = edge_decay(b_decay, b_sum, b_total, REVERSE, REVERSE)
     b_read = edge_decay(b_decay, b_sum, b_total, REVERSE, True)
     b_write = edge_decay(b_decay, b_sum, b_total, not REVERSE, not REVERSE)
-    return b_read, b_query, b_write, tl.exp(b_total.to(tl.float32))
+    return b_read, b_query, b_write, power_of_two(b_total)
 
 
 @triton.jit
@@ -178,7 +179,7 @@ def chain_kernel(
 def output_kernel(
     p_q, p_a, p_w, p_u, p_decay, p_start, p_o, p_residual, p_final, T, chunks, length, B, H,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
-    DECAY: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    DECAY: tl.constexpr, REVERSE: tl.constexpr, KEEP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Walk one super-chunk from its edge state and write outputs and residuals; the last one writes the final state."""
     i_p, i_v = tl.program_id(0), tl.program_id(1)
@@ -197,7 +198,8 @@ def output_kernel(
         b_a = load_rows(p_a + row * K, o_t, T, H * K, o_k, K, BK)
         b_u = load_rows(p_u + row * V, o_t, T, H * V, o_v, V, BV)
         b_r = b_u - dot(b_w, b_S, DOT, PRECISION)
-        store_rows(p_residual + row * V, b_r, o_t, T, H * V, o_v, V, BV)
+        if KEEP:
+            store_rows(p_residual + row * V, b_r, o_t, T, H * V, o_v, V, BV)
         _, b_m = pair_weights(p_decay + row, o_t, T, H, C, DECAY, REVERSE)
         if DECAY:
             _, b_query, b_write, b_total = edge_weights(p_decay + row, o_t, T, H, REVERSE)

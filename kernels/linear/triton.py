@@ -26,6 +26,7 @@ from linattn_cli.kernels.triton_common import (
     load_rows,
     pair_decay,
     pair_mask,
+    power_of_two,
     refuse_float64,
     segment_cumsum,
     split_time,
@@ -73,7 +74,7 @@ def _output_kernel(
             # a reverse scan enters from the right, undecayed by the token itself
             b_read = edge_decay(b_decay, b_sum, b_total, REVERSE, STRICT or REVERSE)
             b_o = dot(b_q * b_read[:, None], b_S, DOT, PRECISION)
-            b_S *= tl.exp(b_total.to(tl.float32))
+            b_S *= power_of_two(b_total)
         else:
             b_o = dot(b_q, b_S, DOT, PRECISION)
         for j in range(J):
