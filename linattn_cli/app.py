@@ -19,6 +19,7 @@ from linattn_cli.commands.eval import evaluate
 from linattn_cli.commands.list import list_
 from linattn_cli.commands.task import task_app
 from linattn_cli.commands.train import train
+from linattn_cli.commands.verify_scan import verify_scan
 
 # typer.BadParameter -> UsageError -> ClickException, in click itself or in the copy newer typers carry
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -62,6 +63,7 @@ def _help_without_subcommand(context: typer.Context) -> None:
 
 app.command("train")(train)
 app.command("eval")(evaluate)
+app.command("verify-scan")(verify_scan)
 app.add_typer(task_app, name="task", callback=_help_without_subcommand, invoke_without_command=True)
 app.command("list")(list_)
 app.command("doctor")(doctor)

@@ -206,6 +206,11 @@ def higher_order(sums: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return full
 
 
+def mesa(q: Tensor, k: Tensor, v: Tensor, *, lambda0: float = 1.0, feature_map: str = "silu") -> Tensor:
+    phi = FEATURE_MAPS[feature_map]
+    return ridge_regression(_unit(phi(q)), _unit(phi(k)), v, lambda0=lambda0)
+
+
 def ridge_regression(q: Tensor, k: Tensor, v: Tensor, *, lambda0: float) -> Tensor:
     """The solution of ridge regression on every prefix, solved anew for each token: what rls and mesa read."""
     outputs = []
@@ -226,5 +231,7 @@ SUMS: dict[str, Callable[..., Tensor]] = {
     "hla2": higher_order(hla2),
     "ahla": higher_order(ahla),
     "hla3": higher_order(hla3),
+    "rls": mesa,
+    "mesa": mesa,
 }
 """The brute force of each mixer, with the arguments of its form."""

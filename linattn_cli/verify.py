@@ -6,96 +6,32 @@ budget of a low precision is set by the serial recurrence run in it (`compare.bu
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from linattn_cli.compare import Budget, Comparison, Scale, budget, compare, name_of
+from linattn_cli.kernels import dispatch
 from linattn_cli.kernels.types import state_dtype
 from linattn_cli.verify_cases import Case, Inputs, Sizes
+from linattn_cli.verify_forms import CHUNK, SERIAL, STATE_PRECISION, Form, Run, draw, execute, input_dtype
 
 LONGEST_SERIAL = 2048
 """Beyond this many tokens the float64 chunk form is the reference, itself checked up to here."""
 
+LONGEST_TOKEN_SCAN = 512
+"""Beyond this many tokens a scan over tokens, which holds a state for each, is left to the scan over chunks."""
+
 ILL_CONDITIONED = 1e4
 """Condition number above which a low-precision penalty is judged by its residual."""
-
-FULL_PRECISION_INPUTS = ("log_decay",)
-"""Inputs kept in float32 where the others are in half precision, as the layers pass them."""
 
 SMALL = {"tokens": 11, "key_dim": 4, "value_dim": 3}
 """Sizes at which the serial oracle meets its brute force, cubic in T."""
 
-STATE_PRECISION = ("state", "residual")
-"""Values kept in the state's dtype whatever that of the inputs."""
-
-
-@dataclass(frozen=True)
-class Form:
-    """One way to compute an operator.
-
-    name       as given to `--forms`
-    impl       implementation asked of the operator
-    pieces     `whole`: one call; `split`: two, the state carried; `decode`: one token a call
-    over       for `scan`: over `tokens` or over `chunks`
-    gradients  whether gradients are checked as well
-    """
-
-    name: str
-    impl: str
-    pieces: str = "whole"
-    over: str = "chunks"
-    gradients: bool = True
-
-    def matches(self, wanted: str) -> bool:
-        """Whether `--forms` means this form: by its name, or by its implementation.
-
-        >>> Form("chunk-split", "chunk", "split").matches("chunk")
-        True
-        """
-        return wanted in (self.name, self.impl)
-
-
-SERIAL = Form("serial", "reference", gradients=False)
-CHUNK = Form("chunk", "chunk")
-
-FORMS: tuple[Form, ...] = (
-    SERIAL,
-    CHUNK,
-    Form("chunk-split", "chunk", "split"),
-    Form("chunk-decode", "chunk", "decode", gradients=False),
-    Form("scan-tokens", "scan", over="tokens"),
-    Form("scan-chunks", "scan"),
-    Form("scan-split", "scan", "split"),
-    Form("triton", "triton"),
-    Form("triton-split", "triton", "split"),
-    Form("triton-decode", "triton", "decode", gradients=False),
-)
-
-
-@dataclass(frozen=True)
-class Run:
-    """Everything a form computed: outputs and final state, then gradients by input name."""
-
-    values: dict[str, Tensor]
-    gradients: dict[str, Tensor | None]
-
-
-def chunk_size_for(tokens: int) -> int:
-    """Short enough for several chunks, and never a divisor of T, so that there is a tail.
-
-    >>> chunk_size_for(97), chunk_size_for(128), chunk_size_for(4096), chunk_size_for(1)
-    (16, 15, 63, 16)
-    """
-    size = 16 if tokens <= 512 else 64
-    while size > 3 and tokens >= size and tokens % size == 0:
-        size -= 1
-    return size
+Row = dict[str, Any]
 
 
 def verify(
@@ -106,109 +42,54 @@ def verify(
     *,
     seed: int,
     device: str,
-) -> Iterator[dict[str, Any]]:
-    """Rows, one a quantity of a form of a case in a dtype."""
+) -> Iterator[Row]:
+    """Rows, one a quantity of a form of a case in a dtype; forms that cannot do a case have one row saying so."""
     forms, dtypes = tuple(forms), tuple(dtypes)
     for case in cases:
-        able = []
-        if SERIAL in forms and case.brute_force is not None:
-            yield _verify_serial(case, sizes, seed)
-        for form in forms:
-            if form is SERIAL:
-                continue
-            reason = case.why_not(form.impl, sizes, device)
-            if reason is None:
-                able.append(form)
-            else:
-                yield not_run(case, form, sizes, reason)
-        if not able:
+        yield from verify_case(case, forms, dtypes, sizes, seed=seed, device=device)
+
+
+def verify_case(
+    case: Case,
+    forms: tuple[Form, ...],
+    dtypes: tuple[torch.dtype, ...],
+    sizes: Sizes,
+    *,
+    seed: int,
+    device: str,
+) -> Iterator[Row]:
+    """The rows of one case."""
+    if SERIAL in forms and case.brute_force is not None:
+        yield _verify_serial(case, sizes, seed)
+    able: dict[Sizes, list[Form]] = {}
+    for form in forms:
+        if form is SERIAL:
             continue
-        if sizes.tokens > LONGEST_SERIAL:
-            shorter = replace(sizes, tokens=LONGEST_SERIAL)
-            yield from _verify_case(case, (CHUNK,), torch.float64, shorter, seed, device)
+        own = case.limit(form.impl, sizes)
+        reason = _why_not(case, form, sizes, device)
+        if reason is not None:
+            yield row_of(case, form.name, None, None, None, sizes) | _unjudged("not run", reason)
+        if reason is None or (own != sizes and _why_not(case, form, own, device) is None):
+            able.setdefault(own, []).append(form)
+    for own, runnable in able.items():
+        if own.tokens > LONGEST_SERIAL:
+            shorter = replace(own, tokens=LONGEST_SERIAL)
+            yield from _verify_dtype(case, [CHUNK], torch.float64, shorter, seed, device)
         for dtype in dtypes:
-            yield from _verify_case(case, tuple(able), dtype, sizes, seed, device)
+            chosen = [form for form in runnable if not _only_float32(form) or dtype == torch.float32]
+            if chosen:
+                yield from _verify_dtype(case, chosen, dtype, own, seed, device)
 
 
-def draw(case: Case, dtype: torch.dtype, sizes: Sizes, seed: int, device: str) -> dict[str, Tensor]:
-    """The inputs of a case, in the dtype that the operator receives; the same numbers for every dtype."""
-    made = case.inputs(sizes, _generator(f"{seed}/{case.model}/{case.options}/{sizes}"))
-    return {
-        name: (x.to(_input_dtype(name, dtype)) if x.is_floating_point() else x).to(device) for name, x in made.items()
-    }
+def _why_not(case: Case, form: Form, sizes: Sizes, device: str) -> str | None:
+    if form.over == "tokens" and sizes.tokens > LONGEST_TOKEN_SCAN:
+        return f"it holds a state a token; above T = {LONGEST_TOKEN_SCAN} the scan over chunks covers it"
+    return case.why_not(form.impl, sizes, device)
 
 
-def _generator(label: str) -> torch.Generator:
-    """Seeded by a digest of the label: torch keeps only 32 bits of a CPU seed, so they must all count."""
-    return torch.Generator().manual_seed(zlib.crc32(label.encode()))
-
-
-def _input_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    return state_dtype(dtype) if name.startswith("initial") or name in FULL_PRECISION_INPUTS else dtype
-
-
-def execute(case: Case, inputs: Inputs, form: Form, *, gradients: bool, seed: int, dtype: torch.dtype) -> Run:
-    """Run a form, and differentiate it against a random upstream gradient that depends on names alone.
-
-    dtype  the dtype under test: upstream gradients are rounded to what it gives outputs and states, also in
-           the float64 run that judges them
-    """
-    leaves = {name: x.detach().requires_grad_(gradients and x.is_floating_point()) for name, x in inputs.items()}
-    with torch.set_grad_enabled(gradients):
-        values = _call_in_pieces(case, leaves, form)
-    if not gradients:
-        return Run(values, {})
-    outputs, upstreams = [], []
-    for name, value in values.items():
-        if value.requires_grad:
-            outputs.append(value)
-            upstreams.append(_upstream(name, value, seed, dtype))
-    wanted = {name: x for name, x in leaves.items() if x.requires_grad}
-    found = torch.autograd.grad(outputs, list(wanted.values()), upstreams, allow_unused=True)
-    return Run({name: x.detach() for name, x in values.items()}, dict(zip(wanted, found, strict=True)))
-
-
-def _upstream(name: str, value: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
-    drawn = torch.randn(value.shape, generator=_generator(f"{seed}/{name}"), dtype=torch.float64)
-    rounded = drawn.to(state_dtype(dtype) if name.startswith(STATE_PRECISION) else dtype)
-    return rounded.to(value.dtype).to(value.device)
-
-
-def _call_in_pieces(case: Case, inputs: Inputs, form: Form) -> dict[str, Tensor]:
-    tokens = next(x.shape[1] for name, x in inputs.items() if not name.startswith("initial"))
-    size = tokens if form.over == "tokens" else chunk_size_for(tokens)
-    edges = list(range(tokens + 1)) if form.pieces == "decode" else [0, tokens]
-    if form.pieces == "split":
-        edges = [0, max(1, tokens // 3), tokens] if tokens > 1 else edges
-    spans = list(pairwise(edges))
-    state, parts = case.start(inputs), []
-    for begin, end in reversed(spans) if case.reverse else spans:
-        piece = {name: x if name.startswith("initial") else x[:, begin:end] for name, x in inputs.items()}
-        called = case.call(piece, state=state, impl=form.impl, chunk_size=size)
-        assert called.impl == form.impl, f"{case.model} ran {called.impl}, {form.impl} was asked for"
-        state = called.state
-        parts.append(called.values)
-    if case.reverse:
-        parts.reverse()
-    values = {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
-    return values | named_state(state)
-
-
-def named_state(state: Any, prefix: str = "state") -> dict[str, Tensor]:
-    """The tensors of a state by the names of its fields.
-
-    >>> from linattn_cli.kernels.types import PenaltyState
-    >>> list(named_state(PenaltyState(torch.zeros(1), torch.zeros(1), 3)))
-    ['state.mass', 'state.inverse']
-    """
-    if isinstance(state, Tensor):
-        return {prefix: state} if state.is_floating_point() else {}
-    if not isinstance(state, (tuple, list)):
-        return {}
-    found: dict[str, Tensor] = {}
-    for name, part in zip(getattr(state, "_fields", range(len(state))), state, strict=True):
-        found |= named_state(part, f"{prefix}.{name}")
-    return found
+def _only_float32(form: Form) -> bool:
+    """Triton's interpreter computes bfloat16 wrongly and is no test of it; it is checked in float32."""
+    return form.impl == "triton" and dispatch.triton_interpreted()
 
 
 @dataclass(frozen=True)
@@ -232,9 +113,9 @@ class _Reference:
     by_residual: bool
 
 
-def _verify_case(
-    case: Case, forms: tuple[Form, ...], dtype: torch.dtype, sizes: Sizes, seed: int, device: str
-) -> Iterator[dict[str, Any]]:
+def _verify_dtype(
+    case: Case, forms: list[Form], dtype: torch.dtype, sizes: Sizes, seed: int, device: str
+) -> Iterator[Row]:
     inputs = draw(case, dtype, sizes, seed, device)
     wide = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
     reference = _reference(case, inputs, wide, dtype, sizes, seed)
@@ -255,42 +136,37 @@ def _verify_case(
             else:
                 got = found.get(name)
                 comparison = compare(got, quantity.expected, dtype=quantity.dtype, scale=quantity.scale)
-            allowed = reference.budgets[name]
-            yield {
-                "model": case.model,
-                "options": case.options,
-                "form": form.name,
-                "against": reference.against,
-                "dtype": name_of(dtype),
-                "quantity": name,
-                "seq_len": sizes.tokens,
-                **judged(comparison, allowed),
-                "condition": reference.condition,
-            }
+            row = row_of(case, form.name, reference.against, dtype, name, sizes)
+            yield row | judged(comparison, reference.budgets[name]) | {"condition": reference.condition}
 
 
-def _verify_serial(case: Case, sizes: Sizes, seed: int) -> dict[str, Any]:
+def _verify_serial(case: Case, sizes: Sizes, seed: int) -> Row:
     """The oracle itself against an explicit sum over all index sets, which only short sequences allow."""
     assert case.brute_force is not None
     small = replace(sizes, **SMALL)
     inputs = draw(case, torch.float64, small, seed, "cpu")
     values = execute(case, inputs, SERIAL, gradients=False, seed=seed, dtype=torch.float64).values
-    expected = case.brute_force(inputs)
-    comparison = compare(values["o"], expected, dtype=torch.float64)
+    comparison = compare(values["o"], case.brute_force(inputs), dtype=torch.float64)
+    row = row_of(case, SERIAL.name, "brute force", torch.float64, "o", small)
+    return row | judged(comparison, budget(torch.float64, comparison, gradient=False)) | {"condition": None}
+
+
+def row_of(
+    case: Case, form: str, against: str | None, dtype: torch.dtype | None, quantity: str | None, sizes: Sizes
+) -> Row:
     return {
         "model": case.model,
         "options": case.options,
-        "form": SERIAL.name,
-        "against": "brute force",
-        "dtype": "float64",
-        "quantity": "o",
-        "seq_len": small.tokens,
-        **judged(comparison, budget(torch.float64, comparison, gradient=False)),
-        "condition": None,
+        "form": form,
+        "against": against,
+        "dtype": None if dtype is None else name_of(dtype),
+        "quantity": quantity,
+        "seq_len": sizes.tokens,
+        "d_head": sizes.key_dim,
     }
 
 
-def judged(comparison: Comparison, allowed: Budget) -> dict[str, Any]:
+def judged(comparison: Comparison, allowed: Budget) -> Row:
     """The columns that say how a comparison went."""
     passed = allowed.allows(comparison)
     return {
@@ -307,22 +183,10 @@ def judged(comparison: Comparison, allowed: Budget) -> dict[str, Any]:
     }
 
 
-def not_run(case: Case, form: Form, sizes: Sizes, reason: str) -> dict[str, Any]:
-    """The row of a form that cannot do a case: it is never left out."""
-    return {
-        "model": case.model,
-        "options": case.options,
-        "form": form.name,
-        "against": None,
-        "dtype": None,
-        "quantity": None,
-        "seq_len": sizes.tokens,
-        "max_error": None,
-        "rms_ratio": None,
-        "budget": None,
-        "rms_budget": None,
-        "passed": None,
-        "status": "not run",
+def _unjudged(status: str, reason: str) -> Row:
+    empty = dict.fromkeys(("max_error", "rms_ratio", "budget", "rms_budget", "passed"))
+    return empty | {
+        "status": status,
         "reason": reason,
         "worst": [],
         "got": None,
@@ -371,7 +235,7 @@ def _quantities(case: Case, wide: Inputs, truth: Run, dtype: torch.dtype, by_res
             # It is a difference of sums that cancel: relative to what is summed (MATH.md, section 7).
             terms = Scale.of((wide["q"] * truth.gradients["q"]).sum(-1))
             scale = Scale(max(scale.peak, terms.peak), max(scale.rms, terms.rms))
-        wanted[f"grad {name}"] = _Quantity(gradient, _input_dtype(name, dtype), scale, gradient=True)
+        wanted[f"grad {name}"] = _Quantity(gradient, input_dtype(name, dtype), scale, gradient=True)
     return wanted
 
 

@@ -55,6 +55,7 @@ class Case:
     cached   whether the state is a cache of inputs, in their dtype, and not a sum in the state's
     judge    replaces errors by residuals where the answer is ill-conditioned: `judge(inputs, values)`
     brute_force  the output as an explicit sum over the inputs, where there is one
+    limit    `limit(impl, sizes)`: smaller sizes for an implementation that does not scale to those asked for
     why_not  `why_not(impl, sizes, device)`: why an implementation cannot run this case, None if it can
     """
 
@@ -67,6 +68,7 @@ class Case:
     cached: bool = False
     judge: Callable[[Inputs, Inputs], Judgement] | None = None
     brute_force: Callable[[Inputs], Tensor] | None = None
+    limit: Callable[[str, Sizes], Sizes] = lambda impl, sizes: sizes
     why_not: Callable[[str, Sizes, str], str | None] = lambda impl, sizes, device: None
 
 

@@ -1,0 +1,302 @@
+"""What `linattn verify-scan` runs and how it reports it: selection, the table, and the papers' own formulas."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from linattn_cli import output
+from linattn_cli.options import parse_names
+from linattn_cli.output import EXIT_DEVICE, CliError, Document
+
+QUICK_LENGTH, FULL_LENGTH, INTERPRETED_LENGTH = 53, 97, 37
+QUICK_HEAD, FULL_HEAD = 8, 20
+"""Default T and K: T is prime and K no power of two where time allows, so that tails and masks are met."""
+
+LONG = 1024
+"""From this length on a batch of one sequence is enough work."""
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+COLUMNS = ["model", "form", "against", "dtype", "checks", "quantity", "max_error", "rms_ratio", "budget", "status"]
+SHOWN_FAILURES = 10
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line of `verify-scan`, not yet checked; None is the default."""
+
+    models: str | None = None
+    forms: str | None = None
+    dtypes: str | None = None
+    seq_len: int | None = None
+    d_head: int | None = None
+    seed: int = 0
+    device: str = "auto"
+    quick: bool = False
+    inject: str | None = None
+    published: bool = False
+    interpret: bool = False
+
+
+def run(request: Request, doc: Document) -> None:
+    """Check what was asked for, and fill the document: rows, summary, tables, and failure if there is one."""
+    if request.interpret:
+        _interpret_triton()
+    from contextlib import nullcontext
+
+    import torch
+
+    from linattn_cli import environment
+    from linattn_cli.verify import verify_case
+    from linattn_cli.verify_bugs import BUGS, planted
+    from linattn_cli.verify_cases import Sizes
+
+    if request.inject is not None:
+        (bug,) = parse_names(request.inject, BUGS, "--inject")
+        doc.log(f"planted bug {bug}: {BUGS[bug]}, in every implementation but the serial one")
+    models, forms, dtypes = _selection(request)
+    device = environment.resolve_device(request.device)
+    tokens, head = _sizes(request)
+    sizes = Sizes(tokens, head, head - head // 4, batch=1 if tokens > LONG else 2)
+    doc.config = {
+        "models": models,
+        "forms": [form.name for form in forms],
+        "dtypes": dtypes,
+        "seq_len": tokens,
+        "d_head": head,
+        "value_dim": sizes.value_dim,
+        "batch": sizes.batch,
+        "heads": sizes.heads,
+        "quick": request.quick,
+        "inject": request.inject,
+        "seed": request.seed,
+    }
+    impl = environment.resolve_impl("auto", device)
+    doc.begin(device=device, dtype=",".join(dtypes), impl=impl, seed=request.seed)
+    started = time.monotonic()
+    cases = _cases(models, quick=request.quick or tokens > LONG)
+    rows: list[dict[str, Any]] = []
+    bug_or_none = planted(request.inject) if request.inject else nullcontext()
+    kinds = tuple(getattr(torch, name) for name in dtypes)
+    with bug_or_none, doc.progress(len(cases), "cases") as bar:
+        for case in cases:
+            rows += verify_case(case, tuple(forms), kinds, sizes, seed=request.seed, device=str(device))
+            bar.update(1)
+        if {"rls", "mesa"} <= set(models) and "chunk" in doc.config["forms"]:
+            rows += _twins(sizes, request.seed)
+    _report(doc, rows, list(published_rows(request.seed)) if request.published else [], time.monotonic() - started)
+    if request.inject and not doc.summary["failed"]:
+        doc.warn(f"the planted bug {request.inject} went unnoticed by the {doc.summary['checks']} checks selected")
+
+
+def _interpret_triton() -> None:
+    # Read when kernels are decorated, so it must be set before any of them is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+    from linattn_cli.kernels import dispatch
+
+    if not dispatch.triton_available():
+        raise CliError(
+            "--interpret needs triton, which is not installed",
+            hint="pip install triton (Linux only), or leave --interpret out",
+            exit_code=EXIT_DEVICE,
+            kind="device",
+        )
+
+
+def _selection(request: Request) -> tuple[list[str], list[Any], list[str]]:
+    from linattn_cli.kernels.registry import MIXERS, PRIMITIVES
+    from linattn_cli.verify_forms import FORMS
+
+    models = parse_names(request.models or "all", [*PRIMITIVES, *MIXERS], "--models")
+    impls = list(dict.fromkeys(form.impl for form in FORMS if form.impl != "reference"))
+    known = list(dict.fromkeys([*impls, *(form.name for form in FORMS)]))
+    wanted = parse_names(request.forms or "all", known, "--forms")
+    forms = [form for form in FORMS if any(form.matches(word) for word in wanted)]
+    default = ("float32",) if request.interpret else DTYPES[:2] if request.quick else DTYPES[:3]
+    dtypes = parse_names(request.dtypes, DTYPES, "--dtypes") if request.dtypes else list(default)
+    return models, forms, dtypes
+
+
+def _sizes(request: Request) -> tuple[int, int]:
+    from linattn_cli.kernels.registry import MAX_HEAD_DIM
+
+    tokens = INTERPRETED_LENGTH if request.interpret else QUICK_LENGTH if request.quick else FULL_LENGTH
+    head = request.d_head or (QUICK_HEAD if request.quick or request.interpret else FULL_HEAD)
+    if head > MAX_HEAD_DIM:
+        raise CliError(f"--d-head must be at most {MAX_HEAD_DIM}, got {head}", hint="no operator takes more")
+    return request.seq_len or tokens, head
+
+
+def _cases(models: list[str], *, quick: bool) -> list[Any]:
+    from linattn_cli.kernels.registry import MIXERS
+    from linattn_cli.verify_cases import primitive_cases
+    from linattn_cli.verify_mixers import mixer_cases
+
+    primitives = [case for case in primitive_cases() if case.model in models]
+    return primitives + mixer_cases([name for name in models if name in MIXERS], quick=quick)
+
+
+def _twins(sizes: Any, seed: int) -> list[dict[str, Any]]:
+    """`rls` and `mesa` compute the same numbers, one through the delta scan, one through the linear scan."""
+    import torch
+
+    from linattn_cli.compare import budget, compare
+    from linattn_cli.verify import judged, row_of
+    from linattn_cli.verify_forms import CHUNK, draw, execute
+    from linattn_cli.verify_mixers import mixer_cases
+
+    rls, mesa = (mixer_cases([name], quick=True)[0] for name in ("rls", "mesa"))
+    dtype = torch.float64
+    inputs = draw(rls, dtype, sizes, seed, "cpu")
+    got, expected = (
+        execute(case, inputs, CHUNK, gradients=False, seed=seed, dtype=dtype).values["o"] for case in (rls, mesa)
+    )
+    comparison = compare(got, expected, dtype=dtype)
+    row = row_of(rls, "chunk", "mesa chunk", dtype, "o", sizes)
+    return [row | judged(comparison, budget(dtype, comparison, gradient=False)) | {"condition": None}]
+
+
+def published_rows(seed: int) -> Iterator[dict[str, Any]]:
+    """Two rows a formula of the papers: as printed, which is expected to differ, and as computed here."""
+    import torch
+
+    from linattn_cli.compare import budget, compare
+    from linattn_cli.kernels.forms.published import CLAIMS
+    from linattn_cli.verify import judged
+    from linattn_cli.verify_cases import normal, unit
+
+    generator = torch.Generator().manual_seed(seed)
+    for claim in CLAIMS:
+        q, k, v = (normal(generator, 2, 13, 2, 4) for _ in range(3))
+        if claim.name.startswith("vla proposition"):
+            result = claim.compare(unit(q), unit(k))
+        elif claim.decayed:
+            decay = torch.full(q.shape[:3], 0.9, dtype=q.dtype).log()
+            result = claim.compare(q, k, v, decay)
+        else:
+            result = claim.compare(q, k, v)
+        truth = result.exact if result.truth is None else result.truth
+        for form, tensor, judge in (
+            ("as printed", result.published, result.exact),
+            ("corrected", result.corrected, truth),
+        ):
+            comparison = compare(tensor, judge, dtype=torch.float64)
+            found = judged(comparison, budget(torch.float64, comparison, gradient=False))
+            exact = found.pop("passed")
+            # A printed formula may differ, and is only reported; what is computed in its place may not.
+            verdict = "exact" if exact else claim.verdict if form == "as printed" else "failed"
+            yield {
+                "model": claim.name,
+                "options": claim.source,
+                "form": form,
+                "against": "exact",
+                "dtype": "float64",
+                "quantity": "o",
+                **found,
+                "passed": None if form == "as printed" else exact,
+                "status": verdict,
+                "reason": result.why if form == "as printed" else None,
+            }
+
+
+def _report(doc: Document, rows: list[dict[str, Any]], published: list[dict[str, Any]], wall_s: float) -> None:
+    judged = [row for row in rows if row["status"] != "not run"]
+    failed = [row for row in rows + published if row["passed"] is False]
+    if not judged:
+        reasons = "; ".join(dict.fromkeys(row["reason"] for row in rows))
+        raise CliError(
+            f"nothing could be checked: {reasons or 'no form fits the models'}",
+            hint="leave --forms out, or add --interpret to run Triton's kernels on the CPU",
+            exit_code=EXIT_DEVICE,
+            kind="device",
+        )
+    doc.summary = {
+        "checks": len(judged),
+        "passed": sum(row["passed"] for row in judged),
+        "failed": len(failed),
+        "not_run": len(rows) - len(judged),
+        "largest_share_of_budget": max((share(row) for row in judged), default=None),
+        "wall_s": round(wall_s, 1),
+    }
+    worst = list(worst_rows(judged))
+    if doc.fmt == "markdown":
+        doc.results = worst + published
+    else:
+        doc.results = rows + published
+    doc.text = _tables(worst, published, [row for row in rows if row["status"] == "not run"], doc)
+    for row in failed[:SHOWN_FAILURES]:
+        doc.log(f"FAILED {describe(row)}")
+    if failed:
+        more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+        doc.fail(f"{describe(failed[0])}{more}", hint="--json lists every check, with its worst coordinate")
+
+
+def share(row: dict[str, Any]) -> float:
+    """The larger of the two errors, as a share of its budget; infinite where nothing could be compared.
+
+    >>> share({"max_error": 1.0, "budget": 4.0, "rms_ratio": 3.0, "rms_budget": 6.0})
+    0.5
+    """
+    if row["max_error"] is None:
+        return float("inf")
+    return max(row["max_error"] / row["budget"], row["rms_ratio"] / row["rms_budget"])
+
+
+def describe(row: dict[str, Any]) -> str:
+    """One line for a row that failed: where, by how much, and both values."""
+    where = f"{row['model']} ({row['options']}), {row['form']} against {row['against']}, {row['dtype']}"
+    if row["max_error"] is None:
+        return f"{where}, {row['quantity']}: {row['reason']}"
+    return (
+        f"{where}, {row['quantity']}: max error {row['max_error']:.3g} (budget {row['budget']:.3g}), rms ratio "
+        f"{row['rms_ratio']:.3g} (budget {row['rms_budget']:.3g}), worst at {row['worst']}: "
+        f"got {row['got']:.6g}, expected {row['expected']:.6g}"
+    )
+
+
+def worst_rows(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """For each model, form, reference and dtype the row that is nearest to its budget or furthest beyond."""
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[name] for name in ("model", "form", "against", "dtype"))
+
+    order = {found: index for index, found in enumerate(dict.fromkeys(map(key, rows)))}
+    for _, group in groupby(sorted(rows, key=lambda row: order[key(row)]), key=key):
+        members = list(group)
+        worst = max(members, key=lambda row: (not row["passed"], share(row)))
+        quantity = f"{worst['quantity']} ({worst['options']})"
+        yield {**{name: worst.get(name) for name in COLUMNS}, "checks": len(members), "quantity": quantity}
+
+
+def _by_reason(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What was not run, a row for each reason."""
+    forms: dict[str, list[str]] = {}
+    models: dict[str, list[str]] = {}
+    for row in rows:
+        forms.setdefault(row["reason"], []).append(row["form"])
+        models.setdefault(row["reason"], []).append(row["model"])
+    for reason in forms:
+        names = (", ".join(dict.fromkeys(found[reason])) for found in (forms, models))
+        yield dict(zip(("not run", "models"), names, strict=True)) | {"reason": reason}
+
+
+def _tables(
+    worst: list[dict[str, Any]], published: list[dict[str, Any]], not_run: list[dict[str, Any]], doc: Document
+) -> str:
+    """The table format: the worst row of each group, then the papers' formulas, then what was not run."""
+    from linattn_cli.render import render
+
+    def table(rows: list[dict[str, Any]], columns: list[str] | None = None) -> str:
+        return render(output.Document(doc.command, results=rows, columns=columns))
+
+    parts = [table(worst, COLUMNS)]
+    if published:
+        parts.append(table(published, ["model", "options", "form", "max_error", "status", "reason"]))
+    if not_run:
+        parts.append(table(list(_by_reason(not_run))))
+    parts.append(render(output.Document(doc.command, summary=doc.summary)))
+    return "\n".join(parts)
