@@ -135,8 +135,9 @@ class _DeltaChunk(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_o, d_final, d_residual):  # type: ignore[override]
+        q, p, a, log_decay, residual, starts = ctx.saved_tensors
         with torch.autocast(d_o.device.type, enabled=False):
-            return _delta_backward(*ctx.saved_tensors, d_o, d_final, d_residual)
+            return _delta_backward(q, p, a, log_decay, residual, starts, d_o, d_final, d_residual)
 
 
 def _delta_backward(q, p, a, log_decay, residual, starts, d_o, d_final, d_residual):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -165,7 +165,8 @@ def _scan(q, k, v, log, state, chunk_size):
     inputs = [grouped(x, heads) for x in (q, k, v, log)]
     initial = None
     if state is not None:
-        first = monoid.token(*(None if x is None else x[:, :1] for x in inputs))
+        start: list[Any] = [None if x is None else x[:, :1] for x in inputs]
+        first = monoid.token(*start)
         P, E = (as_segment(x, heads) for x in state)
         initial = monoid.identity(first)._replace(P=P, E=E)
     o, total = scan_tokens(

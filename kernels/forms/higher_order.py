@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -78,6 +78,10 @@ def resolved_impl(impl: str | Impl, like: Tensor) -> str:
     return dispatch.resolve("linear_scan", wanted, like)
 
 
+@overload
+def per_query(x: Tensor, query_heads: int) -> Tensor: ...
+@overload
+def per_query(x: Tensor | None, query_heads: int) -> Tensor | None: ...
 def per_query(x: Tensor | None, query_heads: int) -> Tensor | None:
     """`[B, T, H, ...]` -> `[B, T, Q, ...]`: each key/value head repeated for its group of query heads."""
     if x is None or x.shape[2] == query_heads:
@@ -175,6 +179,10 @@ def scan(
     return torch.cat(outputs, dim=-1), torch.cat(states, dim=-1)
 
 
+@overload
+def grouped(x: Tensor, heads: int) -> Tensor: ...
+@overload
+def grouped(x: Tensor | None, heads: int) -> Tensor | None: ...
 def grouped(x: Tensor | None, heads: int) -> Tensor | None:
     """`[B, T, Q, ...]` -> `[B, T, H, G, ...]`; a tensor of H heads gets a group of 1 and broadcasts."""
     return None if x is None else x.unflatten(2, (heads, x.shape[2] // heads))

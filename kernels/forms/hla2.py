@@ -299,7 +299,7 @@ def _check_carried(state, q: Tensor, k: Tensor, v: Tensor, options: _Options, re
         check_state(state, Hla2State, {"S": S, "H": matrix, "h": mass}, k)
         return
     corrected = options.masked
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "S": S,
         "C": matrix,
         "G": matrix if corrected else (),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -190,7 +190,7 @@ def _compose(q, k, v, stages, state, chunk_size, impl):
     SK, P, H = (None, None, None) if state is None else state
     how = {"chunk_size": chunk_size, "impl": impl}
     if log_a is log_p:
-        both = None if state is None else torch.cat((SK, P), dim=-1)
+        both = None if SK is None or P is None else torch.cat((SK, P), dim=-1)
         read, both = scan(q, k, torch.cat((k, v), dim=-1), log_decay=log_a, initial_state=both, **how)
         u, w = read.split((k.shape[-1], v.shape[-1]), dim=-1)
         SK, P = both.split((k.shape[-1], v.shape[-1]), dim=-1)
@@ -207,7 +207,8 @@ def _scan(q, k, v, stages, state, chunk_size):
     inputs = [grouped(x, heads) for x in (q, k, v, *stages)]
     initial = None
     if state is not None:
-        first = monoid.token(*(None if x is None else x[:, :1] for x in inputs))
+        start: list[Any] = [None if x is None else x[:, :1] for x in inputs]
+        first = monoid.token(*start)
         SK, P, H = (as_segment(x, heads) for x in state)
         initial = monoid.identity(first)._replace(SK=SK, P=P, H=H)
     o, total = scan_tokens(
@@ -244,4 +245,5 @@ def _matrices(state: Hla3State | Hla3PublishedState | None) -> tuple[Tensor, ...
 def _state(matrices: list[Tensor], variant: str, readout: str) -> Hla3State | Hla3PublishedState:
     *moments, P, H = matrices
     (P, m), (H, h) = split_mass(P, readout), split_mass(H, readout)
-    return Hla3State(*moments, P, H, m, h) if variant == "causal" else Hla3PublishedState(*moments, P, H, m, h)
+    fields = (*moments, P, H, m, h)
+    return Hla3State._make(fields) if variant == "causal" else Hla3PublishedState._make(fields)

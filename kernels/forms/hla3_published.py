@@ -12,6 +12,8 @@ h1..h3.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -69,7 +71,7 @@ def _compose(q, k, v, log, state: State, chunk_size, impl) -> Result:
     query_heads, widths = q.shape[2], (k.shape[-1], v.shape[-1])
     how = {"chunk_size": chunk_size, "impl": impl}
     SK, SQ, P, F = (None, None, None, None) if state is None else state
-    both = None if SK is None else torch.cat((SK, P), dim=-1)
+    both = None if SK is None or P is None else torch.cat((SK, P), dim=-1)
     both_values = torch.cat((k, v), dim=-1)
     read, both = scan(q, k, both_values, log_decay=log, initial_state=both, exclusive=True, **how)
     a, b = read.split(widths, dim=-1)
@@ -96,7 +98,8 @@ def _scan(q, k, v, log, state: State, chunk_size) -> Result:
     inputs = [grouped(x, heads) for x in (q, k, v, log)]
     initial = None
     if state is not None:
-        first = monoid.token(*(None if x is None else x[:, :1] for x in inputs))
+        start: list[Any] = [None if x is None else x[:, :1] for x in inputs]
+        first = monoid.token(*start)
         SK, SQ, P, F = (as_segment(x, heads) for x in state)
         initial = monoid.identity(first)._replace(SK=SK, SQ=SQ, P=P, F=F)
     o, total = scan_tokens(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def rls(
         return rls_serial(q, k, v, lambda0=lambda0, feature_map=feature_map, mask=mask, initial_state=initial_state)
     query, key, value = _prepare(q, k, v, feature_map, mask)
     S, penalty = initial_state or (None, None)
-    how = {"chunk_size": chunk_size, "impl": impl}
+    how: dict[str, Any] = {"chunk_size": chunk_size, "impl": impl}
     with torch.autocast(q.device.type, enabled=False):
         gain = penalty_gain(key, key, lambda0=lambda0, initial_state=penalty, **how)
         out = delta_scan(query, key, gain.o, value, initial_state=S, **how)
@@ -110,7 +110,7 @@ def mesa(
         return mesa_serial(q, k, v, lambda0=lambda0, feature_map=feature_map, mask=mask, initial_state=initial_state)
     query, key, value = _prepare(q, k, v, feature_map, mask)
     S, penalty = initial_state or (None, None)
-    how = {"chunk_size": chunk_size, "impl": impl}
+    how: dict[str, Any] = {"chunk_size": chunk_size, "impl": impl}
     with torch.autocast(q.device.type, enabled=False):
         gain = penalty_gain(key, query, lambda0=lambda0, initial_state=penalty, **how)
         out = linear_scan(gain.o, key, value, initial_state=S, **how)

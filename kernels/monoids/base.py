@@ -58,4 +58,4 @@ def neutral(element: NamedTuple, ones: tuple[str, ...]) -> Any:
     fields = {
         name: torch.ones_like(x) if name in ones else torch.zeros_like(x) for name, x in element._asdict().items()
     }
-    return type(element)(**fields)
+    return element._replace(**fields)
