@@ -16,6 +16,7 @@ import typer
 from linattn_cli import __version__, output
 from linattn_cli.commands.doctor import doctor
 from linattn_cli.commands.eval import evaluate
+from linattn_cli.commands.latency import latency
 from linattn_cli.commands.list import list_
 from linattn_cli.commands.task import task_app
 from linattn_cli.commands.train import train
@@ -64,6 +65,7 @@ def _help_without_subcommand(context: typer.Context) -> None:
 app.command("train")(train)
 app.command("eval")(evaluate)
 app.command("verify-scan")(verify_scan)
+app.command("latency")(latency)
 app.add_typer(task_app, name="task", callback=_help_without_subcommand, invoke_without_command=True)
 app.command("list")(list_)
 app.command("doctor")(doctor)

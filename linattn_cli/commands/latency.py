@@ -1,0 +1,207 @@
+"""`linattn latency`: how fast each mixer is, and from which length on it overtakes softmax."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from linattn_cli import output
+from linattn_cli.options import (
+    DebugOption,
+    DeviceOption,
+    DtypeOption,
+    FormatOption,
+    JsonOption,
+    ModelsOption,
+    QuietOption,
+    parse_int,
+    parse_names,
+)
+
+MODES = ("forward", "train", "decode")
+IMPLS = ("auto", "reference", "scan", "chunk", "triton")
+MODELS = "linear,deltanet,vla,hla2"
+FEWEST_REPETITIONS = 20
+
+_TIMING = "Timing"
+
+
+def latency(
+    action: Annotated[
+        str | None, typer.Argument(metavar="[sweep]", help="`linattn latency sweep` is the same.", show_default=False)
+    ] = None,
+    models: ModelsOption = None,
+    seq_lens: Annotated[
+        str | None,
+        typer.Option(
+            "--seq-lens",
+            help="Lengths: 1024,2048 or 1k,2k, or a doubling range, 1k..128k. Default 256..8k, on a GPU 1k..128k.",
+            rich_help_panel=_TIMING,
+        ),
+    ] = None,
+    mode: Annotated[
+        str,
+        typer.Option(
+            "--mode",
+            help="forward, train (forward and backward), or decode (one token after a context of each length).",
+            rich_help_panel=_TIMING,
+        ),
+    ] = "forward",
+    impl: Annotated[
+        str | None,
+        typer.Option(
+            "--impl",
+            help="Implementations, comma-separated: auto, chunk, triton, scan, reference (token by token; the "
+            "others then show their speed-up over it).",
+            rich_help_panel="Compute",
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.", rich_help_panel=_TIMING)] = 1,
+    heads: Annotated[
+        int | None, typer.Option("--heads", min=1, help="Heads: 4, on a GPU 16.", rich_help_panel=_TIMING)
+    ] = None,
+    d_head: Annotated[
+        int, typer.Option("--d-head", min=1, max=256, help="Dimension of a head.", rich_help_panel=_TIMING)
+    ] = 64,
+    with_fla: Annotated[
+        bool,
+        typer.Option("--with-fla", help="Time the kernels of flash-linear-attention too.", rich_help_panel=_TIMING),
+    ] = False,
+    repetitions: Annotated[
+        int | None,
+        typer.Option(
+            "--repetitions",
+            min=FEWEST_REPETITIONS,
+            help="Repetitions of a cell: 20, on a GPU 50.",
+            rich_help_panel=_TIMING,
+        ),
+    ] = None,
+    budget_s: Annotated[
+        float,
+        typer.Option(
+            "--budget-s",
+            help="Seconds for the repetitions of a cell; one that needs more is marked.",
+            rich_help_panel=_TIMING,
+        ),
+    ] = 10.0,
+    no_gate: Annotated[
+        bool,
+        typer.Option("--no-gate", help="Time without checking the results first.", rich_help_panel=_TIMING),
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Save a log-log plot, .png or .svg.", rich_help_panel="Output"),
+    ] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    fmt: FormatOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Time mixers against fused softmax attention, and find from which length on each is faster.
+
+    Example: linattn latency --models vla,deltanet --seq-lens 1k..16k --mode train
+
+    Mixers are timed as functions of their tensors, without a model around them; the primitives linear_scan,
+    delta_scan and penalty_gain can be named too. Every cell is checked against the serial recurrence before it
+    is timed. Exit code 1 if a check fails.
+    """
+    with output.command("latency", fmt=fmt, json=json, quiet=quiet, debug=debug) as doc:
+        from linattn_cli.kernels.registry import MIXERS, PRIMITIVES
+
+        if action not in (None, "sweep"):
+            raise output.CliError(
+                f"linattn latency takes no {action!r}", hint="linattn latency, or linattn latency sweep"
+            )
+        known = [*MIXERS, *PRIMITIVES]
+        chosen = list(MIXERS) if models == "all" else parse_names(models or MODELS, known, "--models")
+        impls = parse_names(impl or "auto", IMPLS, "--impl")
+        _check_choice("--mode", mode, MODES)
+        if not 0 < budget_s < float("inf"):
+            raise output.CliError(f"--budget-s must be a positive number of seconds, got {budget_s:g}")
+        lengths = None if seq_lens is None else parse_lengths(seq_lens)
+        if plot is not None:
+            from linattn_cli.latency_plot import check_plot_path
+
+            check_plot_path(plot)
+
+        from linattn_cli import environment
+
+        place = environment.resolve_device(device or "auto")
+        gpu = place.type == "cuda"
+        precision = dtype or ("bfloat16" if gpu else "float32")
+        lengths = lengths or parse_lengths("1k..128k" if gpu else "256..8k")
+        torch_dtype = environment.resolve_dtype(precision, place)
+
+        from linattn_cli import latency as bench
+        from linattn_cli.latency_cases import Setting
+        from linattn_cli.latency_gate import describe
+
+        setting = Setting(batch, heads or (16 if gpu else 4), d_head, torch_dtype, place, mode)
+        plan = bench.Plan(
+            bench.make_arms(chosen, impls, setting, with_fla=with_fla),
+            lengths,
+            setting,
+            repetitions or (50 if gpu else FEWEST_REPETITIONS),
+            budget_s,
+            not no_gate,
+            plot,
+        )
+        doc.config = {
+            "models": list(dict.fromkeys(arm.model for arm in plan.arms)),
+            "seq_lens": plan.seq_lens,
+            "mode": mode,
+            "impl": impls,
+            "batch": setting.batch,
+            "heads": setting.heads,
+            "d_head": setting.d_head,
+            "dtype": precision,
+            "repetitions": plan.repetitions,
+            "budget_s": plan.budget_s,
+            "gate": plan.gate,
+            "with_fla": with_fla,
+            "plot": plot,
+        }
+        doc.begin(device=place, dtype=precision, impl=",".join(impls), seed=setting.seed)
+        if no_gate:
+            doc.warn("--no-gate: nothing is checked, these may be the times of wrong results")
+        else:
+            doc.log(describe(setting))
+        bench.run(plan, doc)
+
+
+def parse_lengths(text: str) -> list[int]:
+    """Lengths in increasing order: a comma-separated list, in which `a..b` is a, 2a, 4a, ... up to b.
+
+    >>> parse_lengths("1k..4k"), parse_lengths("256,1k,512")
+    ([1024, 2048, 4096], [256, 512, 1024])
+    """
+    option, lengths = "--seq-lens", []
+    for word in text.split(","):
+        first, dots, last = word.partition("..")
+        if not word.strip():
+            raise output.CliError(f"{option}: {text!r} has an empty entry", hint=f"separate by commas: {option} 1k,2k")
+        low = parse_int(first, option)
+        high = parse_int(last, option) if dots else low
+        if low < 1 or high < low:
+            raise output.CliError(
+                f"{option}: {word.strip()!r} holds no length",
+                hint="lengths are at least 1, a range goes upwards: 1k..128k",
+            )
+        while low <= high:
+            lengths.append(low)
+            low *= 2
+    twice = [n for n in lengths if lengths.count(n) > 1]
+    if twice:
+        raise output.CliError(f"{option}: {twice[0]} is given twice", hint="give each value once")
+    return sorted(lengths)
+
+
+def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        from linattn_cli.recipe import nearest
+
+        raise output.CliError(f"{option} must be one of {', '.join(choices)}; got {value!r}{nearest(value, choices)}")
