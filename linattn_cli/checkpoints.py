@@ -78,8 +78,7 @@ def save(run: Path, step: int, model: dict[str, Tensor], state: dict[str, Any]) 
         "schema_version": SCHEMA_VERSION,
         "step": step,
         "files": {
-            name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-            for name, data in files.items()
+            name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()
         },
     }
     parent = run / CHECKPOINTS
@@ -114,9 +113,7 @@ def load(run: Path, step: int | None = None) -> Checkpoint | None:
     steps = list_steps(run)
     if step is not None and step not in steps:
         have = ", ".join(map(str, steps)) or "none"
-        raise CliError(
-            f"run {run} has no checkpoint of step {step}", hint=f"checkpoints: {have}", kind="checkpoint"
-        )
+        raise CliError(f"run {run} has no checkpoint of step {step}", hint=f"checkpoints: {have}", kind="checkpoint")
     if not steps:
         return None
     wanted = steps[-1] if step is None else step
@@ -175,9 +172,7 @@ def _read_checked(path: Path, expected: tuple[int, str]) -> bytes:
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path.parent} is damaged: {path.name} is missing") from None
     if len(data) != size:
-        raise DamagedCheckpoint(
-            f"{path.parent} is damaged: {path.name} has {len(data)} bytes, expected {size}"
-        )
+        raise DamagedCheckpoint(f"{path.parent} is damaged: {path.name} has {len(data)} bytes, expected {size}")
     if hashlib.sha256(data).hexdigest() != digest:
         raise DamagedCheckpoint(f"{path.parent} is damaged: {path.name} does not match its checksum")
     return data

@@ -154,7 +154,6 @@ def build(config: RunConfig) -> tuple[Task, LanguageModel]:
 def train(start: Start, doc: Document, *, out: Path | None) -> None:
     """Train to the end, keep everything in the run folder, and fill `doc` with what was reached."""
     from linattn_cli import environment
-    from linattn_cli.render import jsonable
     from linattn_cli.training import Trainer
 
     config = start.config
@@ -191,7 +190,7 @@ def train(start: Start, doc: Document, *, out: Path | None) -> None:
             "stopped_by": outcome.stopped,
             "run": str(run.path),
         }
-        run.write_result(jsonable(doc.as_dict()))
+        run.write_result(doc.as_dict())
     doc.note(f"saved in {run.path}")
     doc.note(f"next: linattn eval {shlex.quote(str(run.path))}{_other_sizes(config)}")
 

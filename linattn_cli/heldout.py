@@ -116,9 +116,7 @@ def grid(
     settings = config.task.model_dump()
     name = settings["name"]
     if name != "mqar" and (n_pairs is not None or updates is not None):
-        raise CliError(
-            f"--n-pairs and --updates belong to mqar; this run was trained on {name}", hint="use --seq-lens"
-        )
+        raise CliError(f"--n-pairs and --updates belong to mqar; this run was trained on {name}", hint="use --seq-lens")
     changes: list[dict[str, Any]] = [{}] if n_pairs is None else [{"n_pairs": n} for n in n_pairs]
     if updates is not None:
         changes = [change | {"updates": updates} for change in changes]

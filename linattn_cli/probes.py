@@ -49,11 +49,12 @@ def jacobian_norm(log_decay: Tensor | None, a: Tensor | None, p: Tensor | None) 
     """
     if (a is None) != (p is None):
         raise ValueError("jacobian_norm needs a and p together, or neither")
-    decay = None if log_decay is None else log_decay.detach().double().exp()
+    # On the CPU, also from a GPU: cuSOLVER takes small matrices one at a time.
+    decay = None if log_decay is None else log_decay.detach().cpu().double().exp()
     if a is None or p is None:
         return torch.ones(1, 1, 1, dtype=torch.float64) if decay is None else decay
-    a, p = a.detach().double(), p.detach().double()
-    eye = torch.eye(a.shape[-1], dtype=torch.float64, device=a.device)
+    a, p = a.detach().cpu().double(), p.detach().cpu().double()
+    eye = torch.eye(a.shape[-1], dtype=torch.float64)
     scaled = eye if decay is None else decay[..., None, None] * eye
     return torch.linalg.svdvals(scaled - a[..., :, None] * p[..., None, :])[..., 0]
 

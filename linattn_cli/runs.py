@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from linattn_cli.output import CliError
+from linattn_cli.render import to_json
 
 RECIPE = "recipe.yaml"
 METRICS = "metrics.jsonl"
@@ -48,13 +49,13 @@ def storage_errors(path: Path) -> Iterator[None]:
                 f"cannot write {where}: {reason}",
                 hint="free some space or point --out at another disk, then continue with --resume",
                 exit_code=4,
-                kind="disk_full",
+                kind="disk",
             ) from error
         raise CliError(
             f"cannot use {where}: {reason}",
             hint="choose a folder you can write to with --out",
             exit_code=2,
-            kind="folder",
+            kind="file",
         ) from error
 
 
@@ -162,8 +163,8 @@ class RunFolder:
         write_atomic(self.path / RECIPE, text)
 
     def write_result(self, document: dict[str, Any]) -> None:
-        """Write `result.json`; a float that is not finite is an error here, the caller maps it to null."""
-        write_atomic(self.path / RESULT, json.dumps(document, indent=2, allow_nan=False) + "\n")
+        """Write `result.json`."""
+        write_atomic(self.path / RESULT, to_json(document) + "\n")
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one line to `metrics.jsonl`; it reaches the kernel before this returns."""
@@ -171,7 +172,7 @@ class RunFolder:
         with storage_errors(path):
             if self._metrics is None:
                 self._metrics = open(path, "a", encoding="utf-8")  # noqa: SIM115 - held until close
-            self._metrics.write(json.dumps(row) + "\n")
+            self._metrics.write(to_json(row, indent=None) + "\n")
             self._metrics.flush()
 
     def sync_metrics(self) -> None:
@@ -298,9 +299,7 @@ def _neighbours(path: Path) -> str:
     parent = path.parent
     runs = []
     with contextlib.suppress(OSError):
-        runs = sorted(
-            (p for p in parent.iterdir() if (p / RECIPE).is_file()), key=lambda p: p.stat().st_mtime
-        )
+        runs = sorted((p for p in parent.iterdir() if (p / RECIPE).is_file()), key=lambda p: p.stat().st_mtime)
     if not runs:
         return "train one first: linattn train --model vla --task mqar"
     return f"runs in {parent}: " + ", ".join(p.name for p in runs[-5:])

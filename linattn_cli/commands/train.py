@@ -42,9 +42,7 @@ def train(
     out: OutOption = None,
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume", help="Continue the run folder --out from its last checkpoint.", rich_help_panel="Run"
-        ),
+        typer.Option("--resume", help="Continue the run folder --out from its last checkpoint.", rich_help_panel="Run"),
     ] = False,
     from_step: Annotated[
         int | None,
