@@ -29,6 +29,9 @@ from linattn_cli.kernels.triton_common import (
 )
 
 
+CHAIN = tl.constexpr("tf32x3")
+
+
 @triton.jit
 def pair_weights(p_decay, o_t, T, H, C: tl.constexpr, DECAY: tl.constexpr, REVERSE: tl.constexpr):
     """Weights of N (a read before the token's own decay and write) and of M (a query after them)."""
@@ -55,18 +58,29 @@ def edge_weights(p_decay, o_t, T, H, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def unit_inverse(b_n, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+def unit_inverse(b_n, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """`(I + N)^-1` of a strictly triangular N, upper or lower.
 
     Diagonal blocks of 2, 4, 8, ... are inverted from their halves, `X <- X - X B X` with B the coupling of
-    the halves: as stable as substitution, where a power series of N would cancel.
+    the halves: as stable as substitution, where a power series of N would cancel. Blocks up to 16 stay
+    inside one warp each, as a batch.
     """
-    o_r, o_c = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    b_x = tl.where(o_r == o_c, 1.0, 0.0) - tl.where(o_r // 2 == o_c // 2, b_n, 0.0)
-    for level in tl.static_range(1, LEVELS):
+    S: tl.constexpr = C // 16
+    o_b = tl.arange(0, S)
+    o_r, o_c = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    on_diagonal = o_b[:, None, None, None] == o_b[None, None, :, None]
+    b_d = tl.sum(tl.where(on_diagonal, tl.reshape(b_n, (S, 16, S, 16)), 0.0), axis=2)
+    b_y = tl.where(o_r == o_c, 1.0, 0.0) - tl.where(o_r // 2 == o_c // 2, b_d, 0.0)
+    for level in tl.static_range(1, 4):
         coupled = (o_r // (2 << level) == o_c // (2 << level)) & (o_r // (1 << level) != o_c // (1 << level))
-        b_half = dot(tl.where(coupled, b_n, 0.0), b_x, tl.float32, PRECISION)
-        b_x -= dot(b_x, b_half, tl.float32, PRECISION)
+        b_half = dot(tl.where(coupled, b_d, 0.0), b_y, tl.float32, PRECISION)
+        b_y -= dot(b_y, b_half, tl.float32, PRECISION)
+    b_x = tl.reshape(tl.where(on_diagonal, b_y[:, :, None, :], 0.0), (C, C))
+    o_r, o_c = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    for level in tl.static_range(4, LEVELS):
+        coupled = (o_r // (2 << level) == o_c // (2 << level)) & (o_r // (1 << level) != o_c // (1 << level))
+        b_half = dot(tl.where(coupled, b_n, 0.0), b_x, DOT, PRECISION)
+        b_x -= dot(b_x, b_half, DOT, PRECISION)
     return b_x
 
 
@@ -86,7 +100,7 @@ def prepare_kernel(
     b_p = load_rows(p_p + row * K, o_t, T, H * K, o_k, K, BK)
     b_a = load_rows(p_a + row * K, o_t, T, H * K, o_k, K, BK)
     b_n, _ = pair_weights(p_decay + row, o_t, T, H, C, DECAY, REVERSE)
-    b_x = unit_inverse(b_n * dot(b_p, tl.trans(b_a), DOT, PRECISION), C, LEVELS, PRECISION)
+    b_x = unit_inverse(b_n * dot(b_p, tl.trans(b_a), DOT, PRECISION), C, LEVELS, DOT, PRECISION)
     if SAVE:
         store_rows(p_inverse + row * C, b_x, o_t, T, H * C, o_c, C, C)
     if DECAY:
@@ -160,7 +174,7 @@ def chain_kernel(
         i_next = i_s - 1 if REVERSE else i_s + 1
         if BK <= 128:
             b_F = load_matrix(p_transition + i_s * K * K, o_k, K, row, o_k, K, column)
-            b_S = load_matrix(p_offset + i_s * K * V, o_k, K, V, o_v, V, 1) + tl.dot(b_F, b_S, input_precision="tf32x3")
+            b_S = load_matrix(p_offset + i_s * K * V, o_k, K, V, o_v, V, 1) + tl.dot(b_F, b_S, input_precision=CHAIN)
             store_matrix(p_start + i_next * K * V, b_S, o_k, K, V, o_v, V)
         else:
             tl.debug_barrier()
@@ -171,7 +185,7 @@ def chain_kernel(
                     o_x = i_k * 64 + tl.arange(0, 64)
                     b_F = load_matrix(p_transition + i_s * K * K, o_r, K, row, o_x, K, column)
                     b_x = load_matrix(p_start + i_s * K * V, o_x, K, V, o_v, V, 1)
-                    b_row += tl.dot(b_F, b_x, input_precision="tf32x3")
+                    b_row += tl.dot(b_F, b_x, input_precision=CHAIN)
                 store_matrix(p_start + i_next * K * V, b_row, o_r, K, V, o_v, V)
 
 

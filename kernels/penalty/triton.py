@@ -15,7 +15,7 @@ from torch import Tensor
 
 from linattn_cli.kernels.penalty.inverse import REFRESH
 from linattn_cli.kernels.penalty.library import WIDE_CHUNK, wide_apply, wide_gain
-from linattn_cli.kernels.penalty.triton_kernels import apply_kernel, gain_kernel, mass_gradient_kernel
+from linattn_cli.kernels.penalty.triton_kernels import apply_kernel, downdate_kernel, mass_gradient_kernel
 from linattn_cli.kernels.triton_common import Blocks, choose_blocks, edge_states, refuse_float64, split_time
 from linattn_cli.kernels.types import PenaltyState
 
@@ -35,38 +35,49 @@ def _plan(u: Tensor, chunk: int, given: bool) -> tuple[Blocks, tuple[int, int, i
 
 
 def _warps(BK: int) -> int:
-    return {16: 1, 32: 2, 64: 4}.get(BK, 8)
+    return 4 if BK <= 64 else 8
 
 
 @torch.library.custom_op(
     "linattn::penalty_gain",
     mutates_args=(),
-    schema="(Tensor u, Tensor k, Tensor? mass, Tensor? inverse, float lambda0, int chunk, bool save) "
+    schema="(Tensor u, Tensor k, Tensor? mass, Tensor? inverse, float lambda0, int chunk) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _penalty_gain(u, k, mass, inverse, lambda0, chunk, save):
+def _penalty_gain(u, k, mass, inverse, lambda0, chunk):
     u, k = u.contiguous(), k.contiguous()
     mass = None if mass is None else mass.contiguous()
     B, T, H, K = u.shape
     given = inverse is not None
     blocks, split = _plan(u, chunk, given)
     _, length, supers = split
-    x, final_inverse, inverses, w = _outputs(u, k, chunk, given, save)
+    x, final_inverse, inverses, w = _outputs(u, k, chunk, given)
     edges, final_mass = edge_states(u, u, None, mass, H, blocks, split)
     masses = torch.cat((edges, final_mass.unsqueeze(2)), dim=2)
     if K > WIDEST:
-        x, w_all, inverses, final_inverse = wide_gain(u, k, masses, lambda0)
-        return x, final_mass, final_inverse, inverses, w_all if save else w
-    gain_kernel[((supers + (not given)) * B * H,)](
-        u, k, masses, inverse.contiguous() if given else masses, inverses, w, x, final_inverse,
+        x, w, inverses, final_inverse = wide_gain(u, k, masses, lambda0)
+        return x, final_mass, final_inverse, inverses, w
+    warps = _warps(blocks.BK)
+    downdate_kernel[((supers + (not given)) * B * H,)](
+        u, masses, inverse.contiguous() if given else masses, inverses, w, final_inverse,
         T, length * blocks.C, supers, B, H, lambda0,
-        K=K, BK=blocks.BK, C=STEP, G=k.shape[2] // H, GIVEN=given, SAVE=save,
-        num_warps=_warps(blocks.BK), num_stages=1,
+        K=K, BK=blocks.BK, C=STEP, COPIES=warps, GIVEN=given, num_warps=warps, num_stages=1,
     )  # fmt: skip
+    _apply(k, inverses, w, x, blocks, split)
     return x, final_mass, final_inverse, inverses, w
 
 
-def _outputs(u: Tensor, k: Tensor, chunk: int, given: bool, save: bool) -> tuple[Tensor, ...]:
+def _apply(k: Tensor, inverses: Tensor, w: Tensor, x: Tensor, blocks: Blocks, split: tuple[int, int, int]) -> None:
+    """Fill x with the gains of k, from the inverses at the edges and the downdates of every token."""
+    B, T, H, K = w.shape
+    _, length, supers = split
+    apply_kernel[(supers * B * H,)](
+        k, inverses, w, x, T, length * blocks.C, supers, B, H,
+        K=K, BK=blocks.BK, C=blocks.C, G=k.shape[2] // H, num_warps=blocks.num_warps, num_stages=1,
+    )  # fmt: skip
+
+
+def _outputs(u: Tensor, k: Tensor, chunk: int, given: bool) -> tuple[Tensor, ...]:
     """Unfilled outputs: x, final inverse, the inverse at every edge, and the downdates."""
     B, T, H, K = u.shape
     _, (_, _, supers) = _plan(u, chunk, given)
@@ -75,13 +86,13 @@ def _outputs(u: Tensor, k: Tensor, chunk: int, given: bool, save: bool) -> tuple
         torch.empty(k.shape, dtype=k.dtype, device=k.device),
         torch.empty(B, H, K, K, **options),
         torch.empty(B, H, supers, K, K, **options),
-        torch.empty(B, T if save else 0, H, K, **options),
+        torch.empty(B, T, H, K, **options),
     )
 
 
 @_penalty_gain.register_fake
-def _(u, k, mass, inverse, lambda0, chunk, save):
-    x, final_inverse, inverses, w = _outputs(u, k, chunk, inverse is not None, save)
+def _(u, k, mass, inverse, lambda0, chunk):
+    x, final_inverse, inverses, w = _outputs(u, k, chunk, inverse is not None)
     return x, torch.empty_like(final_inverse), final_inverse, inverses, w
 
 
@@ -103,10 +114,7 @@ def _penalty_gain_backward(d_x, d_mass, d_inverse, u, x, final_inverse, inverses
         y = wide_apply(d_x, inverses, w)
     else:
         y = torch.empty_like(d_x)
-        apply_kernel[(supers * B * H,)](
-            d_x, inverses, w, y, T, tokens, supers, B, H,
-            K=K, BK=blocks.BK, C=STEP, G=Q // H, num_warps=_warps(blocks.BK), num_stages=2,
-        )  # fmt: skip
+        _apply(d_x, inverses, w, y, blocks, split)
     d_final = None if d_mass is None else -d_mass
     if d_inverse is not None:  # dM = -A dA A
         through_inverse = final_inverse @ d_inverse @ final_inverse
@@ -128,7 +136,7 @@ def _(d_x, d_mass, d_inverse, u, x, final_inverse, inverses, w, chunk, given):
 
 
 def _setup(ctx: Any, inputs, output) -> None:
-    u, _, mass, inverse, _, ctx.chunk, _ = inputs
+    u, _, mass, inverse, _, ctx.chunk = inputs
     x, _, final_inverse, inverses, w = output
     ctx.set_materialize_grads(False)
     ctx.has_mass, ctx.given = mass is not None, inverse is not None
@@ -137,7 +145,7 @@ def _setup(ctx: Any, inputs, output) -> None:
 
 def _backward(ctx: Any, d_x, d_mass, d_inverse, *_):
     d_u, d_k, d_initial = _penalty_gain_backward(d_x, d_mass, d_inverse, *ctx.saved_tensors, ctx.chunk, ctx.given)
-    return d_u, d_k, d_initial if ctx.has_mass else None, None, None, None, None
+    return d_u, d_k, d_initial if ctx.has_mass else None, None, None, None
 
 
 _penalty_gain.register_autograd(_backward, setup_context=_setup)
@@ -160,6 +168,5 @@ def penalty_gain_triton(
     mass, inverse, age = (None, None, 0) if initial_state is None else initial_state
     given = initial_state is not None and u.shape[3] <= WIDEST and age + u.shape[1] <= REFRESH
     inverse = inverse.detach() if given else None
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (u, k, mass))
-    x, mass, inverse, _, _ = _penalty_gain(u, k, mass, inverse, float(lambda0), chunk_size or 0, save)
+    x, mass, inverse, _, _ = _penalty_gain(u, k, mass, inverse, float(lambda0), chunk_size or 0)
     return x, PenaltyState(mass, inverse, age + u.shape[1] if given else 0)

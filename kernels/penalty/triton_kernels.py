@@ -14,14 +14,45 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from linattn_cli.kernels.dispatch import triton_interpreted
 from linattn_cli.kernels.triton_common import dot, load_matrix, load_rows, pair_mask, store_matrix, store_rows
 
-EXACT = tl.constexpr("tf32x3")  # cond(M) reaches 1e4, which plain tf32 does not survive
+INTERPRETED = tl.constexpr(triton_interpreted())
+
+
+@triton.jit
+def upper_bits(b_x):
+    """A float32 cut to the 8 leading bits that bfloat16 holds."""
+    return (b_x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split(b_x):
+    """Three bfloat16 tensors whose sum is exactly the float32 `b_x`: 8 bits each."""
+    b_high = upper_bits(b_x)
+    b_middle = upper_bits(b_x - b_high)
+    b_low = b_x - b_high - b_middle
+    return b_high.to(tl.bfloat16), b_middle.to(tl.bfloat16), b_low.to(tl.bfloat16)
 
 
 @triton.jit
 def exact_dot(a, b):
-    return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=EXACT)
+    """A product to float32 accuracy on bfloat16 tensor cores: cond(M) reaches 1e4, which tf32 does not survive.
+
+    A float32 operand is split in three, a bfloat16 one needs no splitting; products below 2^-24 are left out.
+    The interpreter has no bfloat16 and multiplies in float32.
+    """
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    if a.dtype == tl.bfloat16:
+        b_high, b_middle, b_low = split(b.to(tl.float32))
+        return tl.dot(a, b_high, tl.dot(a, b_middle, tl.dot(a, b_low)))
+    a_high, a_middle, a_low = split(a.to(tl.float32))
+    if b.dtype == tl.bfloat16:
+        return tl.dot(a_high, b, tl.dot(a_middle, b, tl.dot(a_low, b)))
+    b_high, b_middle, b_low = split(b.to(tl.float32))
+    b_small = tl.dot(a_high, b_low, tl.dot(a_low, b_high, tl.dot(a_middle, b_middle)))
+    return tl.dot(a_high, b_high, tl.dot(a_high, b_middle, tl.dot(a_middle, b_high, b_small)))
 
 
 @triton.jit
@@ -42,39 +73,38 @@ def spd_inverse(b_M, BK: tl.constexpr):
 
 @triton.jit
 def unit_lower_inverse(b_G, C: tl.constexpr):
-    """`(D^-1/2 L^-1)^T` of a symmetric positive definite `G = L D L^T`, by C elimination steps.
+    """`(D^-1/2 L^-1)^T` of symmetric positive definite `G = L D L^T`, `[COPIES, C, C]`, by C elimination steps.
 
-    The transpose is carried so that each step needs one row (a sum across warps) and otherwise columns.
+    The transpose is carried: each step then needs one row and otherwise columns.
     """
-    o_x = tl.arange(0, C)
-    o_r, o_c = o_x[:, None], o_x[None, :]
-    b_T = tl.where(o_r == o_c, 1.0, 0.0)
-    b_pivots = tl.full((C,), 1.0, tl.float32)
-    for i in range(C):
-        b_row = tl.sum(tl.where(o_r == i, b_G, 0.0), axis=0)
-        b_column = tl.sum(tl.where(o_c == i, b_G, 0.0), axis=1)
-        b_t = tl.sum(tl.where(o_c == i, b_T, 0.0), axis=1)
-        pivot = tl.sum(tl.where(o_x == i, b_row, 0.0), axis=0)
-        b_factor = tl.where(o_x > i, b_row / pivot, 0.0)
-        b_G -= b_column[:, None] * b_factor[None, :]
-        b_T -= b_t[:, None] * b_factor[None, :]
-        b_pivots = tl.where(o_x == i, pivot, b_pivots)
-    return b_T * tl.rsqrt(b_pivots)[None, :]
+    o_r, o_c, o_x = tl.arange(0, C)[None, :, None], tl.arange(0, C)[None, None, :], tl.arange(0, C)[None, :]
+    b_T = tl.where((o_r == o_c) & (b_G == b_G), 1.0, 0.0)
+    for i in tl.static_range(C):
+        b_row = tl.sum(tl.where(o_r == i, b_G, 0.0), axis=1)
+        b_column = tl.sum(tl.where(o_c == i, b_G, 0.0), axis=2)
+        b_t = tl.sum(tl.where(o_c == i, b_T, 0.0), axis=2)
+        b_scale = 1.0 / tl.sum(tl.where(o_x == i, b_row, 0.0), axis=1)
+        b_factor = tl.where(o_x > i, b_row * b_scale[:, None], 0.0)
+        b_G -= b_column[:, :, None] * b_factor[:, None, :]
+        b_T -= b_t[:, :, None] * b_factor[:, None, :]
+    b_pivots = tl.sum(tl.where(o_r == o_c, b_G, 0.0), axis=1)
+    return b_T * tl.rsqrt(b_pivots)[:, None, :]
 
 
 @triton.jit(do_not_specialize=["T", "length", "supers"])
-def gain_kernel(
-    p_u, p_k, p_mass, p_given, p_inverse, p_w, p_x, p_final, T, length, supers, B, H, lambda0,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
-    GIVEN: tl.constexpr, SAVE: tl.constexpr,
+def downdate_kernel(
+    p_u, p_mass, p_given, p_inverse, p_w, p_final, T, length, supers, B, H, lambda0,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, COPIES: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     """Invert M at the edge of one super-chunk, then walk it; program `supers` only inverts the final M.
 
+    Every warp holds its own copy of the C tokens at hand, as 16 rows of one tall tile: the serial elimination
+    then never waits for another warp.
     GIVEN: start from the inverse that came with the state instead, and return the downdated one.
     """
     i_p = tl.program_id(0)
     i_s, i_b, i_h = i_p // (B * H), i_p % (B * H) // H, i_p % H
-    o_k, o_c = tl.arange(0, BK), tl.arange(0, C)
+    o_k, o_c, o_n = tl.arange(0, BK), tl.arange(0, C), tl.arange(0, COPIES * C)
     row = i_b.to(tl.int64) * T * H + i_h
     state = (i_b * H + i_h).to(tl.int64)
     b_eye = tl.where(o_k[:, None] == o_k[None, :], 1.0, 0.0)
@@ -87,18 +117,14 @@ def gain_kernel(
         store_matrix(p_inverse + (state * supers + i_s) * K * K, b_A, o_k, K, K, o_k, K)
     first = i_s * length
     for i_t in range(first, tl.minimum(first + length, T), C):
-        o_t = i_t + o_c
-        b_u = load_rows(p_u + row * K, o_t, T, H * K, o_k, K, BK)
-        b_z = exact_dot(b_u, b_A)
-        b_G = exact_dot(b_z, tl.trans(b_u)) + tl.where(o_c[:, None] == o_c[None, :], 1.0, 0.0)
-        b_w = exact_dot(tl.trans(unit_lower_inverse(b_G, C)), b_z)
-        if SAVE:
-            store_rows(p_w + row * K, b_w, o_t, T, H * K, o_k, K, BK)
-        for j in range(G):
-            b_k = load_rows(p_k + (row * G + j) * K, o_t, T, H * G * K, o_k, K, BK)
-            b_score = tl.where(pair_mask(C, False, False), exact_dot(b_k, tl.trans(b_w)), 0.0)
-            b_x = exact_dot(b_k, b_A) - exact_dot(b_score, b_w)
-            store_rows(p_x + (row * G + j) * K, b_x, o_t, T, H * G * K, o_k, K, BK)
+        b_u = load_rows(p_u + row * K, i_t + o_c, T, H * K, o_k, K, BK)
+        b_copies = load_rows(p_u + row * K, i_t + o_n % C, T, H * K, o_k, K, BK)
+        b_z = exact_dot(b_copies, b_A)
+        b_G = exact_dot(b_z, tl.trans(b_u)) + tl.where(o_n[:, None] % C == o_c[None, :], 1.0, 0.0)
+        b_T = unit_lower_inverse(tl.reshape(b_G, (COPIES, C, C)), C)
+        b_ws = exact_dot(tl.permute(b_T, (0, 2, 1)), tl.reshape(b_z, (COPIES, C, BK)))
+        b_w = tl.sum(b_ws, axis=0) * (1.0 / COPIES)
+        store_rows(p_w + row * K, b_w, i_t + o_c, T, H * K, o_k, K, BK)
         b_A -= exact_dot(tl.trans(b_w), b_w)
     if GIVEN or i_s == supers:
         store_matrix(p_final + state * K * K, b_A, o_k, K, K, o_k, K)

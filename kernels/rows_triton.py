@@ -1,0 +1,204 @@
+"""Row-wise operators of the forms, each one pass over memory: features, unit vectors, the ratio read-out.
+
+In PyTorch's eager mode each of them is five to ten kernels, which together take longer than the scans between
+them. Rows are the last dimension; arithmetic is float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+UNIT_EPS = tl.constexpr(1e-12)  # floor of a norm, as in torch.nn.functional.normalize
+
+
+@triton.jit
+def _feature(b_x, MAP: tl.constexpr):
+    if MAP == "elu1":
+        return tl.where(b_x > 0, b_x + 1, tl.exp(tl.minimum(b_x, 0.0)))
+    if MAP == "silu":
+        return b_x * tl.sigmoid(b_x)
+    return b_x
+
+
+@triton.jit
+def _feature_slope(b_x, MAP: tl.constexpr):
+    if MAP == "elu1":
+        return tl.where(b_x > 0, 1.0, tl.exp(tl.minimum(b_x, 0.0)))
+    if MAP == "silu":
+        b_gate = tl.sigmoid(b_x)
+        return b_gate * (1 + b_x * (1 - b_gate))
+    return tl.full(b_x.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def _rows(rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
+    """Offsets of this program's rows and which of them exist."""
+    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    o_d = tl.arange(0, BD)
+    return o_r[:, None] * D + o_d[None, :], (o_r < rows)[:, None] & (o_d < D)[None, :]
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _features_kernel(
+    p_x, p_y, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr
+):
+    o_x, keep = _rows(rows, D, BD, BR)
+    b_y = tl.where(keep, _feature(tl.load(p_x + o_x, mask=keep, other=0.0).to(tl.float32), MAP), 0.0)
+    if UNIT:
+        b_y /= tl.maximum(tl.sqrt(tl.sum(b_y * b_y, axis=1)), UNIT_EPS)[:, None]
+    tl.store(p_y + o_x, b_y.to(p_y.dtype.element_ty), mask=keep)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _features_backward_kernel(
+    p_x, p_dy, p_dx, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr
+):
+    o_x, keep = _rows(rows, D, BD, BR)
+    b_x = tl.load(p_x + o_x, mask=keep, other=0.0).to(tl.float32)
+    b_d = tl.load(p_dy + o_x, mask=keep, other=0.0).to(tl.float32)
+    if UNIT:
+        b_y = tl.where(keep, _feature(b_x, MAP), 0.0)
+        b_norm = tl.sqrt(tl.sum(b_y * b_y, axis=1))
+        b_y /= tl.maximum(b_norm, UNIT_EPS)[:, None]
+        b_along = tl.where(b_norm > UNIT_EPS, tl.sum(b_y * b_d, axis=1), 0.0)
+        b_d = (b_d - b_y * b_along[:, None]) / tl.maximum(b_norm, UNIT_EPS)[:, None]
+    tl.store(p_dx + o_x, (b_d * _feature_slope(b_x, MAP)).to(p_dx.dtype.element_ty), mask=keep)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _divide_kernel(p_o, p_den, p_y, rows, floor, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
+    o_x, keep = _rows(rows, D, BD, BR)
+    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    b_den = tl.load(p_den + o_r, mask=o_r < rows, other=1.0)
+    b_o = tl.load(p_o + o_x, mask=keep, other=0.0).to(tl.float32)
+    tl.store(p_y + o_x, (b_o / tl.maximum(b_den, floor)[:, None]).to(p_y.dtype.element_ty), mask=keep)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _divide_backward_kernel(
+    p_y, p_den, p_dy, p_do, p_dden, rows, floor, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr
+):
+    o_x, keep = _rows(rows, D, BD, BR)
+    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    b_den = tl.load(p_den + o_r, mask=o_r < rows, other=1.0)
+    b_y = tl.load(p_y + o_x, mask=keep, other=0.0).to(tl.float32)
+    b_do = tl.load(p_dy + o_x, mask=keep, other=0.0).to(tl.float32) / tl.maximum(b_den, floor)[:, None]
+    tl.store(p_do + o_x, b_do.to(p_do.dtype.element_ty), mask=keep)
+    b_dden = tl.where(b_den >= floor, -tl.sum(b_y * b_do, axis=1), 0.0)
+    tl.store(p_dden + o_r, b_dden, mask=o_r < rows)
+
+
+def _launch(x: Tensor) -> tuple[tuple[int], dict[str, Any]]:
+    """Grid and sizes for the rows of x: about 4,096 elements a program."""
+    D = x.shape[-1]
+    BD = triton.next_power_of_2(D)
+    BR = max(1, 4096 // BD)
+    return (triton.cdiv(x.numel() // D, BR),), {"rows": x.numel() // D, "D": D, "BD": BD, "BR": BR, "num_warps": 4}
+
+
+@torch.library.custom_op(
+    "linattn::features", mutates_args=(), schema="(Tensor x, str feature_map, bool unit) -> Tensor"
+)
+def _features(x, feature_map, unit):
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    grid, sizes = _launch(x)
+    _features_kernel[grid](x, y, MAP=feature_map, UNIT=unit, **sizes)
+    return y
+
+
+@_features.register_fake
+def _(x, feature_map, unit):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@torch.library.custom_op(
+    "linattn::features_backward",
+    mutates_args=(),
+    schema="(Tensor x, Tensor d_y, str feature_map, bool unit) -> Tensor",
+)
+def _features_backward(x, d_y, feature_map, unit):
+    x, d_y = x.contiguous(), d_y.contiguous()
+    d_x = torch.empty_like(x)
+    grid, sizes = _launch(x)
+    _features_backward_kernel[grid](x, d_y, d_x, MAP=feature_map, UNIT=unit, **sizes)
+    return d_x
+
+
+@_features_backward.register_fake
+def _(x, d_y, feature_map, unit):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _features_setup(ctx: Any, inputs, output) -> None:
+    x, ctx.feature_map, ctx.unit = inputs
+    ctx.save_for_backward(x)
+
+
+def _features_gradient(ctx: Any, d_y):
+    return _features_backward(*ctx.saved_tensors, d_y, ctx.feature_map, ctx.unit), None, None
+
+
+_features.register_autograd(_features_gradient, setup_context=_features_setup)
+
+
+@torch.library.custom_op(
+    "linattn::ratio", mutates_args=(), schema="(Tensor o, Tensor denominator, float floor) -> Tensor"
+)
+def _ratio(o, denominator, floor):
+    o, denominator = o.contiguous(), denominator.contiguous()
+    y = torch.empty_like(o)
+    grid, sizes = _launch(o)
+    _divide_kernel[grid](o, denominator, y, floor=floor, **sizes)
+    return y
+
+
+@_ratio.register_fake
+def _(o, denominator, floor):
+    return torch.empty(o.shape, dtype=o.dtype, device=o.device)
+
+
+@torch.library.custom_op(
+    "linattn::ratio_backward",
+    mutates_args=(),
+    schema="(Tensor y, Tensor denominator, Tensor d_y, float floor) -> (Tensor, Tensor)",
+)
+def _ratio_backward(y, denominator, d_y, floor):
+    denominator, d_y = denominator.contiguous(), d_y.contiguous()
+    d_o, d_denominator = torch.empty_like(y), torch.empty_like(denominator)
+    grid, sizes = _launch(y)
+    _divide_backward_kernel[grid](y, denominator, d_y, d_o, d_denominator, floor=floor, **sizes)
+    return d_o, d_denominator
+
+
+@_ratio_backward.register_fake
+def _(y, denominator, d_y, floor):
+    return torch.empty_like(y), torch.empty(denominator.shape, dtype=denominator.dtype, device=y.device)
+
+
+def _ratio_setup(ctx: Any, inputs, output) -> None:
+    _, denominator, ctx.floor = inputs
+    ctx.save_for_backward(output, denominator)
+
+
+def _ratio_gradient(ctx: Any, d_y):
+    y, denominator = ctx.saved_tensors
+    return *_ratio_backward(y, denominator, d_y, ctx.floor), None
+
+
+_ratio.register_autograd(_ratio_gradient, setup_context=_ratio_setup)
+
+
+def features_triton(x: Tensor, feature_map: str = "identity", *, unit: bool = False) -> Tensor:
+    """`f(x)`, or `f(x) / |f(x)|` over the last dimension; f is `elu1`, `silu` or `identity`."""
+    return _features(x, feature_map, unit)
+
+
+def ratio_triton(o: Tensor, denominator: Tensor, floor: float) -> Tensor:
+    """`o / max(denominator, floor)`: o `[..., V]`, denominator `[..., 1]` float32."""
+    return _ratio(o, denominator, floor)
