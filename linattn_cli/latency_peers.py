@@ -82,7 +82,7 @@ def _delta(setting: Setting) -> Arm:
 def _mesa(setting: Setting) -> Arm:
     from fla.ops.mesa_net import chunk_mesa_net, mesa_net_decoding_one_step
 
-    wide = {"device": setting.device, "dtype": torch.float32}
+    wide: dict[str, Any] = {"device": setting.device, "dtype": torch.float32}
     ridge = torch.full((setting.heads, setting.d_head), LAMBDA0, **wide)
     constants: dict[int, tuple[Tensor, Tensor]] = {}
 

@@ -182,7 +182,7 @@ def _delta_scan_backward(
         return d_q, d_p, d_a, d_v, q.new_empty(0), d_initial
     q_dots, p_dots, a_dots = (x.sum(0) for x in dots)
     q_dots = q_dots.unflatten(2, (H, -1)).sum(3)
-    run = {"tokens": length * blocks.C, "reverse": not reverse}
+    run: dict[str, Any] = {"tokens": length * blocks.C, "reverse": not reverse}
     if reverse:
         crossing = segment_cumsum(q_dots + p_dots - a_dots, strict=True, **run)
     else:
