@@ -21,7 +21,7 @@ from linattn_cli.recipe import recipe_names
 from linattn_cli.tasks import TASKS
 
 HEAVY = ("torch", "triton", "numpy", "pydantic", "matplotlib")
-COMMANDS = ("train", "eval", "verify-scan", "task", "list", "doctor")
+COMMANDS = ("train", "eval", "verify-scan", "latency", "task", "list", "doctor")
 
 
 def call(capsys, *words: str) -> tuple[int, str, str]:
