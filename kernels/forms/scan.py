@@ -82,13 +82,13 @@ def delta_scan(
         initial = None
         if initial_state is not None:  # the constant map to the carried state
             Y = as_segment(initial_state, heads)
-            key_dim = p.shape[3]
-            initial = affine_maps.AffineSegment(Y.new_zeros(*Y.shape[:-2], key_dim, key_dim), Y)
+            nothing = Y.new_zeros(*Y.shape[:-2], p.shape[3], p.shape[3])
+            initial = affine_maps.AffineSegment(nothing[..., 0, 0], nothing, Y)
         o, total = scan_tokens(
             affine_maps.AFFINE,
             inputs,
             token=token,
-            read=lambda x, q, *_: apply(x.Y, q),
+            read=lambda x, q, *_: affine_maps.read(x, q),
             initial=initial,
             chunk_size=chunk_size,
         )

@@ -182,6 +182,15 @@ def test_the_fields_read_are_the_states_of_the_recurrences(decayed):
         assert (actual[:, 0] - expected).abs().max() <= BUDGET * expected.abs().max(), name
 
 
+def test_the_matrix_of_an_affine_segment_is_the_product_of_its_tokens():
+    q, k, v, logs = draw(6, 11, True)
+    elements = affine.token(q, k, v, logs[0])
+    product = torch.eye(K, dtype=torch.float64)
+    for t in range(6):
+        product = affine.matrix(at(elements, t, t + 1))[:, 0] @ product
+    assert (affine.matrix(reduce(affine.AFFINE, elements))[:, 0] - product).abs().max() <= BUDGET * product.abs().max()
+
+
 def test_gradients_run_through_the_streamed_scan():
     q, k, v, logs = draw(7, 3, True)
     leaves = [x.requires_grad_() for x in (q, k, v, logs[0])]
