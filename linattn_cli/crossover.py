@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 NARROW = 1.1
 """Bisection ends once the lengths on both sides of a crossover are within this factor."""
@@ -63,7 +64,7 @@ def locate(points: list[Point]) -> Crossover:
     if len(points) < 2:
         return Crossover("not measured", points=points)
     slow = [point.ratio > 1 for point in points]
-    crossings = sum(a != b for a, b in zip(slow, slow[1:], strict=False))
+    crossings = sum(a != b for a, b in pairwise(slow))
     if slow[-1]:
         status = "slower throughout" if all(slow) else "slower at last"
         return Crossover(status, slower=points[-1], crossings=crossings, points=points)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from linattn_cli import output
@@ -24,6 +25,7 @@ from linattn_cli.latency_cases import (
     sdpa_backends,
 )
 from linattn_cli.latency_gate import Gate
+from linattn_cli.latency_peers import PEERS, peer_arms
 from linattn_cli.latency_timing import (
     Cell,
     Sample,
@@ -67,8 +69,6 @@ class _Live:
 
 def make_arms(models: list[str], impls: list[str], setting: Setting, *, with_fla: bool) -> list[Arm]:
     """Softmax, the models by their implementations, and the peers; `CliError` where nothing asked for can run."""
-    from linattn_cli.latency_peers import peer_arms
-
     peers = peer_arms(setting) if with_fla else []
     ours = arms(models, impls, setting)
     asked = [arm for arm in ours if arm.model != SOFTMAX]
@@ -86,15 +86,18 @@ def make_arms(models: list[str], impls: list[str], setting: Setting, *, with_fla
 def run(plan: Plan, doc: output.Document) -> None:
     """Fill a document: one row per arm and length, the crossovers in its summary."""
     doc.memory_hint = MEMORY_HINT
+    if plan.setting.device.type == "cuda":
+        torch.cuda.set_device(plan.setting.device)  # events and kernels go to the current one
     roof = measure_roof(plan.setting.device, plan.setting.dtype)
     bench = Bench(plan, roof, doc)
     softmax, lengths = plan.arms[0], sorted(plan.seq_lens)
     with doc.progress(len(lengths) * len(plan.arms), "latency") as bar:
         for tokens in lengths:
             doc.results += bench.measure(plan.arms, tokens, bar.update)
-            _set_columns(doc)
+            _set_columns(doc, plan)
     rows = list(doc.results)
     doc.summary = {
+        "shape": describe(plan.setting),
         "copy_bandwidth_gb_per_s": roof.bytes_per_s / 1e9,
         "matrix_tflop_per_s": roof.flops_per_s / 1e12,
         "softmax_backends": ", ".join(dict.fromkeys(r["backend"] for r in rows if r.get("backend"))) or None,
@@ -106,19 +109,21 @@ def run(plan: Plan, doc: output.Document) -> None:
         name = f"{arm.model} {arm.impl}"
         crossovers[name] = found
         said = sentence(found)
-        doc.summary[f"crossover {name}"] = said if doc.fmt in ("table", "markdown") else _as_mapping(found, said)
+        doc.summary[f"crossover_{arm.model}_{arm.impl}"] = (
+            said if doc.fmt in ("table", "markdown") else _as_mapping(found, said)
+        )
     if plan.plot is not None:
         from linattn_cli.latency_plot import save_plot
 
-        save_plot(plan.plot, rows, crossovers, title=describe(plan.setting))
+        save_plot(plan.plot, rows + bench.bisected, crossovers, title=describe(plan.setting))
         doc.note(f"plot saved in {plan.plot}")
+    _warn_of_noise(doc)
     _conclude(doc, rows)
 
 
 def describe(setting: Setting) -> str:
     """The shape in one line.
 
-    >>> import torch
     >>> describe(Setting(1, 4, 64, torch.float32, torch.device("cpu"), "train"))
     'train, B=1 H=4 d=64, float32, cpu'
     """
@@ -139,19 +144,31 @@ def _as_mapping(found: Crossover, said: str) -> dict[str, Any]:
     }
 
 
-def _set_columns(doc: output.Document) -> None:
+def _set_columns(doc: output.Document, plan: Plan) -> None:
     """The table leaves out what is the same in every row, or said in the summary."""
-    columns = ["model", "impl", "mode", "seq_len", "latency_ms_p50", "latency_ms_p10", "latency_ms_p90", "tokens_per_s"]
+    columns = ["model", "impl", "seq_len", "latency_ms_p50", "latency_ms_p10", "latency_ms_p90", "tokens_per_s"]
     for name in ("speedup_over_softmax", "speedup_over_reference"):
         columns += [name] if any(row[name] is not None for row in doc.results if row["model"] != SOFTMAX) else []
-    columns += ["first_call_s", "peak_memory_mib", "roofline_fraction", "repetitions"]
+    columns += ["first_call_s", "peak_memory_mib", "roofline_fraction"]
+    columns += ["repetitions"] if any(row["repetitions"] != plan.repetitions for row in doc.results) else []
     columns += ["status"] if any(row["status"] != OK for row in doc.results) else []
     doc.columns = columns + (["reason"] if any(row["reason"] for row in doc.results) else [])
 
 
+NOISY = 1.5
+"""Spread of the 90 % over the 10 % quantile beyond which a user is told that the machine is busy."""
+
+
+def _warn_of_noise(doc: output.Document) -> None:
+    spreads = [row["latency_ms_p90"] / row["latency_ms_p10"] for row in doc.results if row["latency_ms_p10"]]
+    typical = quantile(spreads, 0.5) if spreads else 1.0
+    if typical > NOISY:
+        doc.warn(f"repetitions typically spread {typical:.2g} x (90 % over 10 %): the machine is busy, times are rough")
+
+
 def _conclude(doc: output.Document, rows: list[Row]) -> None:
-    """The exit code that the rows ask for."""
-    wrong = [row for row in rows if row["status"] == FAILED]
+    """The exit code that the rows ask for; a peer that fails is no fault of ours, only left without a time."""
+    wrong = [row for row in rows if row["status"] == FAILED and row["model"] not in PEERS]
     if wrong:
         first = wrong[0]
         doc.fail(
@@ -170,6 +187,7 @@ class Bench:
     def __init__(self, plan: Plan, roof: Roof, doc: output.Document) -> None:
         self.plan, self.setting, self.roof, self.doc = plan, plan.setting, roof, doc
         self.gate = Gate(plan.setting) if plan.gate else None
+        self.bisected: list[Row] = []
         self._too_slow: dict[tuple[str, str], str] = {}
 
     def measure(self, chosen: Sequence[Arm], tokens: int, tick: Callable[[int], None] = lambda n: None) -> list[Row]:
@@ -211,7 +229,9 @@ class Bench:
 
         def measure(tokens: int) -> float | None:
             self.doc.log(f"crossover of {arm.model} ({arm.impl}): measuring {tokens} tokens")
-            return _over_softmax(self.measure([softmax, arm], tokens)[1])
+            measured = self.measure([softmax, arm], tokens)
+            self.bisected += measured
+            return _over_softmax(measured[1])
 
         mine = [row for row in rows if (row["model"], row["impl"]) == arm.key]
         pairs = [(row["seq_len"], _over_softmax(row)) for row in mine]
@@ -235,7 +255,7 @@ class Bench:
             "speedup_over_softmax": None,
             "speedup_over_reference": None,
             "repetitions": 0,
-            "checked": False,
+            "checked": None,
             "backend": None,
             "status": OK,
             "reason": None,
@@ -249,11 +269,11 @@ class Bench:
             sample = prepare(arm, self.setting, tensors, tokens)
             first_s = first_call(sample, self.setting.device)
         if self.gate is not None and arm.impl != "reference":
-            problem = self.gate.problem(arm, tensors, tokens)
+            problem, row["checked"] = self.gate.check(arm, tensors, tokens)
             if problem is not None:
-                row |= {"status": NOT_RUN if arm.peer else FAILED, "reason": problem}
+                row |= {"status": FAILED, "reason": problem}
                 return None
-        row |= {"first_call_s": first_s, "checked": self.gate is not None}
+        row["first_call_s"] = first_s
         return _Live(arm, row, Cell(sample))
 
     def _fastest_softmax(self, tensors: dict[str, Tensor], tokens: int) -> tuple[Arm, str, float, Sample]:
@@ -290,8 +310,7 @@ class Bench:
         else:
             if self.doc.debug:
                 output.write_stderr("".join(traceback.format_exception(error)).rstrip("\n"))
-            status = NOT_RUN if arm.peer else FAILED
-            row |= {"status": status, "reason": f"raised {type(error).__name__}: {text}"}
+            row |= {"status": FAILED, "reason": f"raised {type(error).__name__}: {text}"}
 
     def _repeat(self, live: list[_Live]) -> None:
         repeat_in_turn(

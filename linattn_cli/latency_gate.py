@@ -7,6 +7,7 @@ short prefix judges every length: outputs, and in training the gradients that a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,16 +36,25 @@ class Gate:
         self.setting = setting
         self._truths: dict[tuple[str, int], _Truth] = {}
 
-    def problem(self, arm: Arm, tensors: dict[str, Tensor], tokens: int) -> str | None:
-        """What is wrong with an arm at a length, or None."""
+    def check(self, arm: Arm, tensors: dict[str, Tensor], tokens: int) -> tuple[str | None, str]:
+        """What is wrong with an arm at a length, or None; and how much of the call was judged.
+
+        That is `prefix`, `decoded`, or `whole` where the chunk form in float64 judged the rest of a kernel's
+        output too, which needs memory that may not be there.
+        """
         x = {name: tensors[name] for name in arm.names}
         with arm.context():
             if self.setting.mode == "decode":
-                return self._decode_problem(arm, x, tokens)
+                return self._decode_problem(arm, x, tokens), "decoded"
             prefix = min(tokens, PREFIX)
             got, whole = self._run(arm, x, prefix)
-            problem = self._judge(got, self._truth(arm, x, prefix), x)
-            return problem or _not_finite(whole) or self._chunk_problem(arm, x, whole)
+            problem = self._judge(got, self._truth(arm, x, prefix), x) or _not_finite(whole)
+            if problem or arm.impl != "triton" or arm.chunk is None:
+                return problem, "prefix"
+            try:
+                return self._chunk_problem(arm.chunk, x, whole), "whole"
+            except torch.OutOfMemoryError:
+                return None, "prefix"
 
     def _run(self, arm: Arm, x: Tensors, prefix: int) -> tuple[Values, Tensor]:
         """The values of the prefix, and the whole output, of the call that is timed."""
@@ -106,11 +116,8 @@ class Gate:
                 return _describe(name, found, allowed.max_error, allowed.rms_ratio, "the serial recurrence in float64")
         return None
 
-    def _chunk_problem(self, arm: Arm, x: Tensors, whole: Tensor) -> str | None:
+    def _chunk_problem(self, chunk: Callable[[Tensors], Tensor], x: Tensors, whole: Tensor) -> str | None:
         """A kernel's whole output against the chunk form in float64, the error of the chunk form as its measure."""
-        chunk = arm.chunk
-        if arm.impl != "triton" or chunk is None:
-            return None
         with torch.no_grad():
             exact = chunk({name: y.double() for name, y in x.items()})
             same = chunk(x)

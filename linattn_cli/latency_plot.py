@@ -64,11 +64,12 @@ def save_plot(path: Path, rows: list[dict[str, Any]], crossovers: Mapping[str, C
 
 
 def _curves(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    curves: dict[str, list[dict[str, Any]]] = {}
+    """The rows of each arm in order of length, one a length; the bisections may have timed softmax twice at one."""
+    curves: dict[str, dict[int, dict[str, Any]]] = {}
     for row in rows:
         if row["latency_ms_p50"] is not None:
-            curves.setdefault(f"{row['model']} {row['impl']}", []).append(row)
-    return {name: sorted(points, key=lambda row: row["seq_len"]) for name, points in curves.items()}
+            curves.setdefault(f"{row['model']} {row['impl']}", {}).setdefault(row["seq_len"], row)
+    return {name: [points[length] for length in sorted(points)] for name, points in curves.items()}
 
 
 def _at(points: list[dict[str, Any]], tokens: int) -> float:

@@ -165,7 +165,8 @@ def latency(
             "with_fla": with_fla,
             "plot": plot,
         }
-        doc.begin(device=place, dtype=precision, impl=",".join(impls), seed=setting.seed)
+        ours = dict.fromkeys(arm.impl for arm in plan.arms if not arm.peer)
+        doc.begin(device=place, dtype=precision, impl=",".join(ours), seed=setting.seed)
         if no_gate:
             doc.warn("--no-gate: nothing is checked, these may be the times of wrong results")
         else:
