@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,19 +32,59 @@ def to_chunks(x: Tensor, chunk_size: int, dtype: torch.dtype) -> Tensor:
 
     Chunks come first, so that a loop over them works on contiguous slices.
     """
-    batch, tokens, heads, dim = x.shape
-    chunks = -(-tokens // chunk_size)
-    x = x.to(dtype)
-    if chunks * chunk_size != tokens:
-        x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, chunks * chunk_size - tokens))
-    return x.view(batch, chunks, chunk_size, heads, dim).permute(1, 0, 3, 2, 4).contiguous()
+    return _ToChunks.apply(x, chunk_size, dtype)
 
 
 def from_chunks(x: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """`[N, B, H, C, D]` -> contiguous `[B, T, H, D]` in `dtype`, the padding cut off."""
-    chunks, batch, heads, chunk_size, dim = x.shape
-    x = x.permute(1, 0, 3, 2, 4).reshape(batch, chunks * chunk_size, heads, dim)
-    return x[:, :tokens].to(dtype).contiguous()
+    return _FromChunks.apply(x, tokens, dtype)
+
+
+class _ToChunks(torch.autograd.Function):
+    """One copy for layout, padding and dtype together; the transpose of `_FromChunks`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, chunk_size: int, dtype: torch.dtype) -> Tensor:
+        ctx.tokens, ctx.dtype = x.shape[1], x.dtype
+        return _chunked(x, chunk_size, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, d_chunks: Tensor):  # type: ignore[override]
+        return from_chunks(d_chunks, ctx.tokens, ctx.dtype), None, None
+
+
+class _FromChunks(torch.autograd.Function):
+    """The transpose of `_ToChunks`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+        ctx.chunk_size, ctx.dtype = x.shape[3], x.dtype
+        return _unchunked(x, tokens, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, d_x: Tensor):  # type: ignore[override]
+        return to_chunks(d_x, ctx.chunk_size, ctx.dtype), None, None
+
+
+def _chunked(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    batch, tokens, heads, dim = x.shape
+    whole, tail = divmod(tokens, size)
+    chunks = x.new_empty(whole + bool(tail), batch, heads, size, dim, dtype=dtype)
+    chunks[:whole] = x[:, : whole * size].unflatten(1, (whole, size)).permute(1, 0, 3, 2, 4)
+    if tail:
+        chunks[whole, :, :, :tail] = x[:, whole * size :].transpose(1, 2)
+        chunks[whole, :, :, tail:] = 0
+    return chunks
+
+
+def _unchunked(chunks: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+    _, batch, heads, size, dim = chunks.shape
+    whole, tail = divmod(tokens, size)
+    x = chunks.new_empty(batch, tokens, heads, dim, dtype=dtype)
+    x[:, : whole * size].unflatten(1, (whole, size)).copy_(chunks[:whole].permute(1, 0, 3, 2, 4))
+    if tail:
+        x[:, whole * size :] = chunks[whole, :, :, :tail].transpose(1, 2)
+    return x
 
 
 def queries_to_chunks(q: Tensor, heads: int, chunk_size: int, dtype: torch.dtype) -> Tensor:

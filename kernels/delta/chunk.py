@@ -121,6 +121,7 @@ class _DeltaChunk(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q, p, a, v, log_decay, initial_state):
+        ctx.set_materialize_grads(False)
         own = _interactions(q, p, a, log_decay)
         decay = own.decay
         residual = _solve(own.overwrite, v)
@@ -136,6 +137,8 @@ class _DeltaChunk(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_o, d_final, d_residual):  # type: ignore[override]
         q, p, a, log_decay, residual, starts = ctx.saved_tensors
+        d_o = q.new_zeros(*q.shape[:-1], residual.shape[-1]) if d_o is None else d_o
+        d_final = torch.zeros_like(starts[0]) if d_final is None else d_final
         with torch.autocast(d_o.device.type, enabled=False):
             return _delta_backward(q, p, a, log_decay, residual, starts, d_o, d_final, d_residual)
 
@@ -144,7 +147,8 @@ def _delta_backward(q, p, a, log_decay, residual, starts, d_o, d_final, d_residu
     size = p.shape[-2]
     overwrite, scores, decay = _interactions(q, p, a, log_decay)
     a_to_end = scale_rows(a, decay and decay.end)
-    d_v = _solve(overwrite, add_product(d_residual, scores.mT, d_o), transposed=True)
+    read = scores.mT @ d_o if d_residual is None else add_product(d_residual, scores.mT, d_o)
+    d_v = _solve(overwrite, read, transposed=True)
     through = _solve(overwrite, a_to_end, transposed=True)
     q_writing = scale_rows(q, decay and decay.start).mT @ d_o
     p_writing = scale_rows(p, decay and decay.ahead).mT.neg()
