@@ -48,16 +48,18 @@ def advance_states(
     """
     chunks, batch, heads, _, value_dim = residual.shape
     states = residual.new_empty(chunks + 1, batch, heads, writing.shape[-2], value_dim)
-    flat_writing, flat_reading, flat_residual = (x.flatten(1, 2) for x in (writing, reading, residual))
-    for n, before, after in _boundaries(states, initial_state, reverse):
-        flat_residual[n].baddbmm_(flat_reading[n], before.flatten(0, 1), alpha=sign)
-        if total is None:
-            after.copy_(before)
-        else:
-            torch.mul(before, total[n, ..., None, None], out=after)
-        if extra is not None:
-            after += extra[n]
-        after.flatten(0, 1).baddbmm_(flat_writing[n], flat_residual[n])
+    # plain lists of [B * H, ...]: in the loop every other view would cost as much as the products
+    writes, reads, residuals = (list(x.flatten(1, 2)) for x in (writing, reading, residual))
+    totals = None if total is None else list(total.flatten(1, 2)[..., None, None])
+    extras = None if extra is None else list(extra.flatten(1, 2))
+    for n, before, after in _boundaries(states.flatten(1, 2), initial_state.flatten(0, 1), reverse):
+        residuals[n].baddbmm_(reads[n], before, alpha=sign)
+        kept = before
+        if totals is not None:
+            kept = totals[n] * before
+        if extras is not None:
+            kept = kept + extras[n]
+        torch.baddbmm(kept, writes[n], residuals[n], out=after)
     return states
 
 

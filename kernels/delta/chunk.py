@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from linattn_cli.kernels.chunk_algebra import add_product, advance_states, masked, scale_rows, sum_groups
-from linattn_cli.kernels.decay import ChunkDecay, across, chunk_decay, drop_first_row, earlier, later
+from linattn_cli.kernels.decay import across, chunk_decay, drop_first_row, earlier, later
 from linattn_cli.kernels.layout import (
     choose_chunk_size,
     decay_to_chunks,
@@ -38,7 +38,8 @@ def delta_scan_chunk(
     if reverse:
         return _reversed(q, p, a, v, log_decay, initial_state, return_residual, chunk_size)
     batch, tokens, heads, key_dim = p.shape
-    size = choose_chunk_size(tokens, chunk_size)
+    # the inverse of a chunk costs C^3, the loop over chunks K V: short chunks for small heads
+    size = choose_chunk_size(tokens, chunk_size, longest=32 if key_dim <= 64 else 64)
     dtype = state_dtype(p.dtype)
     if initial_state is None:
         initial_state = p.new_zeros(batch, heads, key_dim, v.shape[3], dtype=dtype)
@@ -83,73 +84,59 @@ def _reversed(
     return o.flip(1), final_state, None if residual is None else residual.flip(1)
 
 
-class _Interactions(NamedTuple):
-    """What the tokens of a chunk do to each other, from the inputs alone.
+def _inverse(overwrite: Tensor) -> Tensor:
+    """`(I + N)^-1`, unit lower triangular; N is what stands below the diagonal.
 
-    overwrite  [..., C, C]    N: what token t reads of the write of token s < t; only the part below the
-                              diagonal means anything, and is all that `_solve` reads
-    scores     [..., G C, C]  what query t reads of the write of token s <= t
-    decay      the factors of the chunk, None without a log-decay
+    Explicit, because it is applied four times, twice of them transposed, and the products are faster than
+    triangular solves. Solved from the right on transposed tensors: what LAPACK calls column-major is then our
+    row-major, and nothing is copied.
     """
-
-    overwrite: Tensor
-    scores: Tensor
-    decay: ChunkDecay | None
-
-
-def _interactions(q: Tensor, p: Tensor, a: Tensor, log_decay: Tensor | None) -> _Interactions:
-    decay = None if log_decay is None else chunk_decay(log_decay)
-    overwrite = p @ a.mT if decay is None else (p @ a.mT) * decay.before
-    return _Interactions(overwrite, masked(q @ a.mT, decay and decay.pair, 0), decay)
-
-
-def _solve(overwrite: Tensor, right: Tensor, *, transposed: bool = False) -> Tensor:
-    """`(I + N)^-1 right`, or `(I + N)^-T right`; N is what stands below the diagonal.
-
-    Solved from the right on transposed tensors: what LAPACK calls column-major is then our row-major, and
-    neither side is copied.
-    """
-    system = overwrite if transposed else overwrite.mT
-    return torch.linalg.solve_triangular(system, right.mT, upper=not transposed, left=False, unitriangular=True).mT
+    eye = torch.eye(overwrite.shape[-1], dtype=overwrite.dtype, device=overwrite.device).expand_as(overwrite)
+    return torch.linalg.solve_triangular(overwrite.mT, eye, upper=True, left=False, unitriangular=True).mT
 
 
 class _DeltaChunk(torch.autograd.Function):
     """Chunked tensors q `[N, B, H, G C, K]`, p, a `[N, B, H, C, K]`, v `[N, B, H, C, V]`.
 
-    Only the residuals and the state at the start of every chunk are kept for the backward.
+    Kept for the backward: the inputs, the inverse of every chunk, the residuals, and one state a chunk.
     """
 
     @staticmethod
     def forward(ctx: Any, q, p, a, v, log_decay, initial_state):
         ctx.set_materialize_grads(False)
-        own = _interactions(q, p, a, log_decay)
-        decay = own.decay
-        residual = _solve(own.overwrite, v)
-        reading = _solve(own.overwrite, scale_rows(p, decay and decay.ahead))
+        decay = None if log_decay is None else chunk_decay(log_decay)
+        overwrite = p @ a.mT
+        if decay is not None:
+            overwrite *= decay.before
+        scores = masked(q @ a.mT, decay and decay.pair, 0)
+        resolve = _inverse(overwrite)
+        residual = resolve @ v
+        reading = resolve @ scale_rows(p, decay and decay.ahead)
         writing = scale_rows(a, decay and decay.end).mT
         states = advance_states(initial_state, decay and decay.total, writing, residual, reading, sign=-1)
         starts, final_state = states[:-1], states[-1]
-        o = add_product(scale_rows(q, decay and decay.start) @ starts, own.scores, residual)
-        ctx.save_for_backward(q, p, a, log_decay, residual, starts)
+        o = add_product(scale_rows(q, decay and decay.start) @ starts, scores, residual)
+        ctx.save_for_backward(q, p, a, log_decay, resolve, residual, starts)
         return o, final_state.clone(), residual
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_o, d_final, d_residual):  # type: ignore[override]
-        q, p, a, log_decay, residual, starts = ctx.saved_tensors
+        q, p, a, log_decay, resolve, residual, starts = ctx.saved_tensors
         d_o = q.new_zeros(*q.shape[:-1], residual.shape[-1]) if d_o is None else d_o
         d_final = torch.zeros_like(starts[0]) if d_final is None else d_final
         with torch.autocast(d_o.device.type, enabled=False):
-            return _delta_backward(q, p, a, log_decay, residual, starts, d_o, d_final, d_residual)
+            return _delta_backward(q, p, a, log_decay, resolve, residual, starts, d_o, d_final, d_residual)
 
 
-def _delta_backward(q, p, a, log_decay, residual, starts, d_o, d_final, d_residual):
+def _delta_backward(q, p, a, log_decay, resolve, residual, starts, d_o, d_final, d_residual):
     size = p.shape[-2]
-    overwrite, scores, decay = _interactions(q, p, a, log_decay)
+    decay = None if log_decay is None else chunk_decay(log_decay)
+    scores = masked(q @ a.mT, decay and decay.pair, 0)
     a_to_end = scale_rows(a, decay and decay.end)
     read = scores.mT @ d_o if d_residual is None else add_product(d_residual, scores.mT, d_o)
-    d_v = _solve(overwrite, read, transposed=True)
-    through = _solve(overwrite, a_to_end, transposed=True)
+    d_v = resolve.mT @ read
+    through = resolve.mT @ a_to_end
     q_writing = scale_rows(q, decay and decay.start).mT @ d_o
     p_writing = scale_rows(p, decay and decay.ahead).mT.neg()
     d_states = advance_states(d_final, decay and decay.total, p_writing, d_v, through, extra=q_writing, reverse=True)
