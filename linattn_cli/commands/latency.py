@@ -11,10 +11,8 @@ from linattn_cli import output
 from linattn_cli.options import (
     DebugOption,
     DeviceOption,
-    DtypeOption,
     FormatOption,
     JsonOption,
-    ModelsOption,
     QuietOption,
     parse_int,
     parse_names,
@@ -30,9 +28,16 @@ _TIMING = "Timing"
 
 def latency(
     action: Annotated[
-        str | None, typer.Argument(metavar="[sweep]", help="`linattn latency sweep` is the same.", show_default=False)
+        str | None, typer.Argument(metavar="sweep", help="`linattn latency sweep` is the same.", show_default=False)
     ] = None,
-    models: ModelsOption = None,
+    models: Annotated[
+        str | None,
+        typer.Option(
+            "--models",
+            help=f"Mixers and primitives, comma-separated, or all mixers; {MODELS}. Softmax is always there.",
+            rich_help_panel=_TIMING,
+        ),
+    ] = None,
     seq_lens: Annotated[
         str | None,
         typer.Option(
@@ -95,7 +100,14 @@ def latency(
         typer.Option("--plot", metavar="FILE", help="Save a log-log plot, .png or .svg.", rich_help_panel="Output"),
     ] = None,
     device: DeviceOption = None,
-    dtype: DtypeOption = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            help="float32, on a GPU bfloat16, or float64; states are never less than float32.",
+            rich_help_panel="Compute",
+        ),
+    ] = None,
     fmt: FormatOption = None,
     json: JsonOption = False,
     quiet: QuietOption = False,

@@ -5,15 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
 import time
 import types
+from dataclasses import replace
 
 import pytest
 import torch
 
-from linattn_cli import latency as bench
-from linattn_cli import latency_peers, latency_timing, output
+from linattn_cli import latency, latency_bench, latency_peers, latency_timing, output
 from linattn_cli.app import main
 from linattn_cli.commands.latency import parse_lengths
 from linattn_cli.kernels import dispatch
@@ -49,7 +48,7 @@ def quick(monkeypatch):
     """The same numbers without the seconds: the roof of this machine is measured in a test of its own."""
     from linattn_cli.roofline import Roof
 
-    monkeypatch.setattr(bench, "measure_roof", lambda device, dtype: Roof(1e10, 1e11))
+    monkeypatch.setattr(latency, "measure_roof", lambda device, dtype: Roof(1e10, 1e11))
 
 
 @pytest.mark.parametrize("mode", ["forward", "train", "decode"])
@@ -166,7 +165,7 @@ def test_without_the_gate_it_warns_and_times(capsys, quick):
 def test_the_gate_judges_every_length_by_one_serial_run():
     place, calls = setting(), []
     arm = arms(["deltanet"], ["chunk"], place)[1]
-    counted = bench.Arm(**{**vars(arm), "oracle": lambda x, state: calls.append(1) or arm.oracle(x, state)})
+    counted = replace(arm, oracle=lambda x, state: calls.append(1) or arm.oracle(x, state))
     gate = Gate(place)
     for tokens in (PREFIX, 150, 300):
         assert gate.check(counted, draw(arm.names, place, tokens), tokens) == (None, "prefix")
@@ -255,7 +254,7 @@ def test_a_crossover_is_bisected_with_measurements(capsys, quick, monkeypatch):
             tokens = cell.sample.inputs[0].shape[1]
             cell.seconds = [(tokens * tokens / 200 if cell is cells[0] else tokens) * 1e-6] * repetitions
 
-    monkeypatch.setattr(bench, "repeat_in_turn", made_up)
+    monkeypatch.setattr(latency_bench, "repeat_in_turn", made_up)
     result = document(capsys, "--models", "linear", "--seq-lens", "64..512")
     found = result["summary"]["crossover_linear_chunk"]
     assert found["status"] == "confirmed"
@@ -276,8 +275,8 @@ def test_out_of_memory_is_a_row_and_only_everywhere_an_error(capsys, quick, monk
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB")
         return original(self, arm, row, tensors, tokens)
 
-    original = bench.Bench._start
-    monkeypatch.setattr(bench.Bench, "_start", no_memory)
+    original = latency_bench.Bench._start
+    monkeypatch.setattr(latency_bench.Bench, "_start", no_memory)
     limit = 64
     rows = document(capsys, "--models", "linear", "--seq-lens", "64")["results"]
     assert [row["status"] for row in rows] == ["ok", "out of memory"]
@@ -338,7 +337,7 @@ def test_lengths_are_lists_or_doubling_ranges():
     ],
 )
 def test_wrong_usage_is_one_line_before_anything_is_timed(capsys, monkeypatch, words, code, said):
-    monkeypatch.setattr(bench, "run", lambda plan, doc: pytest.fail("it began"))
+    monkeypatch.setattr(latency, "run", lambda plan, doc: pytest.fail("it began"))
     got, out, err = call(capsys, *words)
     assert (got, out) == (code, "")
     assert said in err
@@ -356,65 +355,15 @@ def test_peers_that_are_not_there_are_one_clear_line(capsys, monkeypatch):
     assert "need a GPU" in err
 
 
-@pytest.mark.parametrize("mode", ["forward", "train", "decode"])
-def test_peers_are_called_with_what_their_oracles_compute(monkeypatch, mode):
-    """Stand-ins with the signatures of flash-linear-attention 0.6: the wiring is right if the gate passes."""
-    from linattn_cli.kernels.delta.api import delta_scan
-    from linattn_cli.kernels.linear.api import linear_scan
-
-    def linear(q, k, v, scale=None, initial_state=None, output_final_state=False, normalize=True):
-        assert (scale, normalize, output_final_state) == (1.0, False, True)
-        out = linear_scan(q, k, v, initial_state=initial_state)
-        return out.o, out.final_state
-
-    def delta(q, k, v, beta, scale=None, initial_state=None, output_final_state=False):
-        assert (scale, output_final_state) == (1.0, True)
-        out = delta_scan(q, k, k * beta.unsqueeze(-1), v, initial_state=initial_state)
-        return out.o, out.final_state
-
-    def solved(q, mass, S, ridge):
-        x = torch.linalg.solve(mass + torch.diag_embed(ridge.to(mass.dtype)), q.unsqueeze(-1))
-        return (S.mT @ x).squeeze(-1)
-
-    def mesa(q, k, v, g, beta, lamb, output_final_state=False):
-        assert (g == 0).all()
-        assert (beta == 1).all()
-        mass = torch.einsum("bthi,bthj->bthij", k, k).cumsum(1)
-        S = torch.einsum("bthi,bthj->bthij", k, v).cumsum(1)
-        return solved(q, mass, S, lamb), (mass[:, -1], S[:, -1])
-
-    def mesa_step(q, k, v, g, lamb, beta, prev_h_kk, prev_h_kv):
-        mass = prev_h_kk + k.unsqueeze(-1) * k.unsqueeze(-2)
-        S = prev_h_kv + k.unsqueeze(-1) * v.unsqueeze(-2)
-        return solved(q, mass, S, lamb), mass, S
-
-    functions = {
-        "fla.ops.linear_attn": {"chunk_linear_attn": linear, "fused_recurrent_linear_attn": linear},
-        "fla.ops.delta_rule": {"chunk_delta_rule": delta, "fused_recurrent_delta_rule": delta},
-        "fla.ops.mesa_net": {"chunk_mesa_net": mesa, "mesa_net_decoding_one_step": mesa_step},
-    }
-    for name, members in functions.items():
-        module = types.ModuleType(name)
-        vars(module).update(members)
-        monkeypatch.setitem(sys.modules, name, module)
-    place = setting(mode)
-    makers = (latency_peers._linear, latency_peers._delta, latency_peers._mesa)
-    peers = [make(place) for make in makers]
-    assert tuple(arm.model for arm in peers) == latency_peers.PEERS
-    for arm in peers:
-        tensors = draw(arm.names, place, 120 + DECODED)
-        assert Gate(place).check(arm, tensors, 120)[0] is None, arm.model
-
-
 def test_an_interrupt_keeps_the_lengths_that_are_done(capsys, quick, monkeypatch):
-    original = bench.Bench.measure
+    original = latency_bench.Bench.measure
 
     def measure(self, chosen, tokens, tick=lambda n: None):
         if tokens == 128:
             raise KeyboardInterrupt
         return original(self, chosen, tokens, tick)
 
-    monkeypatch.setattr(bench.Bench, "measure", measure)
+    monkeypatch.setattr(latency_bench.Bench, "measure", measure)
     result = document(capsys, "--models", "linear", "--seq-lens", "64,128", code=130)
     assert result["status"] == "interrupted"
     assert [row["seq_len"] for row in result["results"]] == [64, 64]
@@ -423,8 +372,8 @@ def test_an_interrupt_keeps_the_lengths_that_are_done(capsys, quick, monkeypatch
 def test_noise_is_told(capsys):
     doc = output.Document("latency")
     doc.results = [{"latency_ms_p10": 1.0, "latency_ms_p90": 4.0}, {"latency_ms_p10": None, "latency_ms_p90": None}]
-    bench._warn_of_noise(doc)
+    latency._warn_of_noise(doc)
     assert "the machine is busy" in capsys.readouterr().err
     doc.results[0]["latency_ms_p90"] = 1.1
-    bench._warn_of_noise(doc)
+    latency._warn_of_noise(doc)
     assert capsys.readouterr().err == ""
