@@ -135,7 +135,8 @@ def test_the_table_ends_with_where_and_what_next(tmp_path, linattn):
     assert code == 0
     lines = dict(line.split(None, 1) for line in table.splitlines() if len(line.split(None, 1)) == 2)
     assert lines["jacobian_norm_max"] == "-"
-    assert lines["jacobian"].startswith("none: softmax")
+    assert lines["jacobian"].strip() == "none: softmax has no state of fixed size"
+    assert not any(name.startswith("state_norm") for name in lines)
     assert err.splitlines()[0].startswith("linattn ")
     assert f"saved in {out}" in err
     assert err.splitlines()[-1] == f"next: linattn eval '{out}' --n-pairs 1,2,4"
