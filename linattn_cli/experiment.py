@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from linattn_cli.config import MqarConfig, RunConfig, dump_recipe, load_run_config
 from linattn_cli.output import CliError
-from linattn_cli.runs import CHECKPOINTS, RECIPE, RunFolder, read_metrics, require_run, resume_command
+from linattn_cli.runs import RECIPE, RunFolder, read_metrics, require_run, resume_command
 
 if TYPE_CHECKING:
     import torch
@@ -42,14 +43,18 @@ class Start:
     run         the folder, owned by this process; None when it is still to be made
     checkpoint  where to go on from; None at the beginning
     row         the line of metrics of the checkpoint's step
-    notes       what changed, for the user to know
+    changed     (key, before, after) of what the resumed run sets anew
     """
 
     config: RunConfig
     run: RunFolder | None = None
     checkpoint: Checkpoint | None = None
     row: dict[str, Any] | None = None
-    notes: tuple[str, ...] = ()
+    changed: tuple[tuple[str, Any, Any], ...] = ()
+
+    @property
+    def step(self) -> int:
+        return 0 if self.checkpoint is None else self.checkpoint.step
 
 
 def resolve(
@@ -101,7 +106,7 @@ def _resume(
             hint="give more steps, or choose another --out",
             kind="run_folder",
         )
-    changed = list(differences(stored.model_dump(mode="json"), config.model_dump(mode="json")))
+    changed = tuple(differences(stored.model_dump(mode="json"), config.model_dump(mode="json")))
     for key, before, after in changed:
         if key not in MAY_CHANGE:
             raise CliError(
@@ -109,18 +114,25 @@ def _resume(
                 hint=f"continue it as it is: {resume_command(run.path)}; or choose another --out",
                 kind="run_folder",
             )
-    notes = [f"{key} changed from {before} to {after}" for key, before, after in changed]
-    if checkpoint is None:
-        notes.append("no checkpoint yet: starting from the first step")
+    row = next((row for row in read_metrics(run.path) if row["step"] == step), None)
+    return Start(config, run, checkpoint, row, changed)
+
+
+def _go_back(start: Start, run: RunFolder) -> Iterator[str]:
+    """Cut a resumed folder back to its checkpoint, and say what that did."""
+    from linattn_cli import checkpoints
+
+    for key, before, after in start.changed:
+        yield f"{key} changed from {before} to {after}"
+    if start.checkpoint is None:
+        yield "no checkpoint yet: starting from the first step"
     else:
-        notes.append(f"continuing from {run.path / CHECKPOINTS}/step-{step}")
-    notes += [f"dropped the checkpoint of step {newer}" for newer in checkpoints.discard_after(run.path, step)]
-    run.cut_metrics(step)
-    if changed:
-        run.write_recipe(dump_recipe(config))
-    rows = read_metrics(run.path)
-    row = rows[-1] if rows and rows[-1]["step"] == step else None
-    return Start(config, run, checkpoint, row, tuple(notes))
+        yield f"continuing from {start.checkpoint.path}"
+    for newer in checkpoints.discard_after(run.path, start.step):
+        yield f"dropped the checkpoint of step {newer}"
+    run.cut_metrics(start.step)
+    if start.changed:
+        run.write_recipe(dump_recipe(start.config))
 
 
 def differences(
@@ -158,15 +170,17 @@ def train(start: Start, doc: Document, *, out: Path | None) -> None:
 
     config = start.config
     doc.config = config
-    device = environment.resolve_device(config.train.device)
-    environment.resolve_dtype(config.train.dtype, device)
-    impl = environment.resolve_impl(config.model.impl, device)
-    doc.begin(device=device, dtype=config.train.dtype, impl=impl, seed=config.seed)
-    task, model = build(config)
-    run = start.run or _new_run(config, out)
-    with run, doc.progress(config.train.steps, "train") as bar:
-        for note in (f"run folder {run.path}", *start.notes):
-            bar.log(note)
+    with contextlib.ExitStack() as stack:
+        if start.run is not None:
+            stack.enter_context(start.run)
+        device = environment.resolve_device(config.train.device)
+        environment.resolve_dtype(config.train.dtype, device)
+        impl = environment.resolve_impl(config.model.impl, device)
+        doc.begin(device=device, dtype=config.train.dtype, impl=impl, seed=config.seed)
+        task, model = build(config)
+        run = start.run or stack.enter_context(_new_run(config, out))
+        bar = stack.enter_context(doc.progress(config.train.steps, "train"))
+        bar.log(f"run folder {run.path}")
         values: dict[str, Any] = {}
         trainer = Trainer(
             model,
@@ -181,6 +195,10 @@ def train(start: Start, doc: Document, *, out: Path | None) -> None:
         if start.checkpoint is not None:
             trainer.restore(start.checkpoint, start.row)
             bar.skip(trainer.step)
+        if start.run is not None:
+            # Only now, when nothing can refuse the resume any more.
+            for note in _go_back(start, run):
+                bar.log(note)
         outcome = trainer.train()
         doc.summary = {
             **measure(model, task, config, device),

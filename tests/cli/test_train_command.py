@@ -236,6 +236,19 @@ def test_a_resume_that_would_be_another_run_is_refused(trained, tmp_path, linatt
     assert before == {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
+def test_a_resume_on_a_device_that_is_not_there_changes_nothing(trained, tmp_path, linattn, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run = copy(trained, tmp_path)
+    words = ("train", "--resume", "--out", run, "--from-step", 10, "--device")
+    assert linattn(*words, "cuda")[0] == 3
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-10", "step-12"]
+    assert deterministic(run) == deterministic(trained)
+    assert yaml.safe_load((run / "recipe.yaml").read_text())["train"]["device"] == "cpu"
+    code, _, err = linattn(*words, "auto")
+    assert code == 0
+    assert "train.device changed from cpu to auto" in err
+
+
 def test_a_run_killed_before_its_first_checkpoint_starts_again(trained, tmp_path, linattn):
     run = copy(trained, tmp_path)
     subprocess.run(["rm", "-r", run / "checkpoints", run / "result.json"], check=True)
