@@ -287,7 +287,8 @@ def probe(model: LanguageModel, task: Task, config: RunConfig, device: torch.dev
         _, state = model(tokens_BT, return_state=True)
     sizes = {f"state_norm_max_{name}": value for name, value in state_norms(state.layers).items()}
     norms = [found.largest for found in jacobian_norms(model, tokens_BT, dtype=config.train.dtype)]
-    figures = {"state_bytes": model.state_bytes(state), **sizes, "jacobian_norm_max": max(norms, default=None)}
+    figures: dict[str, Any] = {"state_bytes": model.state_bytes(state), **sizes}
+    figures["jacobian_norm_max"] = max(norms, default=None)
     if not norms:
         name = config.model.name
         why = f"a step of {name} is not g I - a p^T" if sizes else f"{name} has no state of fixed size"
