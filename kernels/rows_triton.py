@@ -1,4 +1,4 @@
-"""Row-wise operators of the forms, each one pass over memory: features, unit vectors, the ratio read-out.
+"""Row-wise operators of the forms, each one pass over memory: feature maps and unit vectors.
 
 In PyTorch's eager mode each of them is five to ten kernels, which together take longer than the scans between
 them. Rows are the last dimension; arithmetic is float32.
@@ -70,29 +70,6 @@ def _features_backward_kernel(
     tl.store(p_dx + o_x, (b_d * _feature_slope(b_x, MAP)).to(p_dx.dtype.element_ty), mask=keep)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _divide_kernel(p_o, p_den, p_y, rows, floor, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
-    o_x, keep = _rows(rows, D, BD, BR)
-    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    b_den = tl.load(p_den + o_r, mask=o_r < rows, other=1.0)
-    b_o = tl.load(p_o + o_x, mask=keep, other=0.0).to(tl.float32)
-    tl.store(p_y + o_x, (b_o / tl.maximum(b_den, floor)[:, None]).to(p_y.dtype.element_ty), mask=keep)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _divide_backward_kernel(
-    p_y, p_den, p_dy, p_do, p_dden, rows, floor, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr
-):
-    o_x, keep = _rows(rows, D, BD, BR)
-    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    b_den = tl.load(p_den + o_r, mask=o_r < rows, other=1.0)
-    b_y = tl.load(p_y + o_x, mask=keep, other=0.0).to(tl.float32)
-    b_do = tl.load(p_dy + o_x, mask=keep, other=0.0).to(tl.float32) / tl.maximum(b_den, floor)[:, None]
-    tl.store(p_do + o_x, b_do.to(p_do.dtype.element_ty), mask=keep)
-    b_dden = tl.where(b_den >= floor, -tl.sum(b_y * b_do, axis=1), 0.0)
-    tl.store(p_dden + o_r, b_dden, mask=o_r < rows)
-
-
 def _launch(x: Tensor) -> tuple[tuple[int], dict[str, Any]]:
     """Grid and sizes for the rows of x: about 4,096 elements a program."""
     D = x.shape[-1]
@@ -147,58 +124,6 @@ def _features_gradient(ctx: Any, d_y):
 _features.register_autograd(_features_gradient, setup_context=_features_setup)
 
 
-@torch.library.custom_op(
-    "linattn::ratio", mutates_args=(), schema="(Tensor o, Tensor denominator, float floor) -> Tensor"
-)
-def _ratio(o, denominator, floor):
-    o, denominator = o.contiguous(), denominator.contiguous()
-    y = torch.empty_like(o)
-    grid, sizes = _launch(o)
-    _divide_kernel[grid](o, denominator, y, floor=floor, **sizes)
-    return y
-
-
-@_ratio.register_fake
-def _(o, denominator, floor):
-    return torch.empty(o.shape, dtype=o.dtype, device=o.device)
-
-
-@torch.library.custom_op(
-    "linattn::ratio_backward",
-    mutates_args=(),
-    schema="(Tensor y, Tensor denominator, Tensor d_y, float floor) -> (Tensor, Tensor)",
-)
-def _ratio_backward(y, denominator, d_y, floor):
-    denominator, d_y = denominator.contiguous(), d_y.contiguous()
-    d_o, d_denominator = torch.empty_like(y), torch.empty_like(denominator)
-    grid, sizes = _launch(y)
-    _divide_backward_kernel[grid](y, denominator, d_y, d_o, d_denominator, floor=floor, **sizes)
-    return d_o, d_denominator
-
-
-@_ratio_backward.register_fake
-def _(y, denominator, d_y, floor):
-    return torch.empty_like(y), torch.empty(denominator.shape, dtype=denominator.dtype, device=y.device)
-
-
-def _ratio_setup(ctx: Any, inputs, output) -> None:
-    _, denominator, ctx.floor = inputs
-    ctx.save_for_backward(output, denominator)
-
-
-def _ratio_gradient(ctx: Any, d_y):
-    y, denominator = ctx.saved_tensors
-    return *_ratio_backward(y, denominator, d_y, ctx.floor), None
-
-
-_ratio.register_autograd(_ratio_gradient, setup_context=_ratio_setup)
-
-
 def features_triton(x: Tensor, feature_map: str = "identity", *, unit: bool = False) -> Tensor:
     """`f(x)`, or `f(x) / |f(x)|` over the last dimension; f is `elu1`, `silu` or `identity`."""
     return _features(x, feature_map, unit)
-
-
-def ratio_triton(o: Tensor, denominator: Tensor, floor: float) -> Tensor:
-    """`o / max(denominator, floor)`: o `[..., V]`, denominator `[..., 1]` float32."""
-    return _ratio(o, denominator, floor)

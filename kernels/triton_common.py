@@ -8,23 +8,27 @@ cheap first pass: every super-chunk's own contribution (`outer_sum_kernel`), the
 
 Names: `i_*` program ids, `o_*` offsets, `p_*` pointers, `b_*` values of a block. Scores, inverses and states
 are float32. bfloat16 tiles meet on bfloat16 tensor cores; float16 tiles are widened and use tf32, whose
-mantissa is as long, because a state may exceed the range of float16; float32 uses three tf32 products, which
-keep 22 bits.
+mantissa is as long, because a state may exceed the range of float16; float32 is multiplied exactly, as
+`exact_dot` does.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_cli.kernels.dispatch import triton_interpreted
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(-200.0)  # exp of it is 0 in float32: stands for any stronger log-decay, -inf included
-INTERPRETED_PROGRAMS = 8
+INTERPRETED = tl.constexpr(triton_interpreted())
+INTERPRETED_MULTIPROCESSORS = 4
 
 
 @dataclass(frozen=True)
@@ -58,23 +62,23 @@ def choose_blocks(K: int, V: int, dtype: torch.dtype, chunk_size: int | None, wi
         BV=BV,
         C=C,
         dot=tl.bfloat16 if half else tl.float32,
-        precision="tf32x3" if dtype == torch.float32 else "tf32",
-        num_warps=4 if BK * BV <= 64 * 64 else 8,
+        precision="exact" if dtype == torch.float32 else "tf32",
+        num_warps=4 if BK * BV <= (32 * 32 if dtype == torch.float32 else 64 * 64) else 8,
         num_stages=2,
     )
 
 
 @lru_cache
-def _programs(device: torch.device) -> int:
+def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
-        return INTERPRETED_PROGRAMS
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
+        return INTERPRETED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def split_time(tokens: int, C: int, sequences: int, device: torch.device) -> tuple[int, int, int]:
-    """Chunks, chunks a super-chunk, and super-chunks: enough programs for about four a multiprocessor."""
+def split_time(tokens: int, C: int, sequences: int, device: torch.device, per_unit: int = 2) -> tuple[int, int, int]:
+    """Chunks, chunks a super-chunk, and super-chunks: about `per_unit` programs for every multiprocessor."""
     chunks = -(-tokens // C)
-    length = max(1, -(-chunks * sequences // _programs(device)))
+    length = max(1, -(-chunks * sequences // (per_unit * _multiprocessors(device))))
     return chunks, length, -(-chunks // length)
 
 
@@ -84,8 +88,50 @@ def refuse_float64(operator: str, *tensors: Tensor) -> None:
 
 
 @triton.jit
+def upper_bits(b_x):
+    """A float32 cut to the 8 leading bits that bfloat16 holds."""
+    return (b_x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split(b_x):
+    """Three bfloat16 tensors whose sum is exactly the float32 `b_x`: 8 bits each."""
+    b_high = upper_bits(b_x)
+    b_middle = upper_bits(b_x - b_high)
+    b_low = b_x - b_high - b_middle
+    return b_high.to(tl.bfloat16), b_middle.to(tl.bfloat16), b_low.to(tl.bfloat16)
+
+
+@triton.jit
+def exact_dot(a, b):
+    """A product to float32 accuracy on bfloat16 tensor cores.
+
+    A float32 operand is split in three, a bfloat16 one needs no splitting; products below 2^-24 are left out.
+    The interpreter has no bfloat16 and multiplies in float32.
+    """
+    if INTERPRETED:
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32))
+    elif a.dtype == tl.bfloat16:
+        b_high, b_middle, b_low = split(b.to(tl.float32))
+        product = tl.dot(a, b_high, tl.dot(a, b_middle, tl.dot(a, b_low)))
+    elif b.dtype == tl.bfloat16:
+        a_high, a_middle, a_low = split(a.to(tl.float32))
+        product = tl.dot(a_high, b, tl.dot(a_middle, b, tl.dot(a_low, b)))
+    else:
+        a_high, a_middle, a_low = split(a.to(tl.float32))
+        b_high, b_middle, b_low = split(b.to(tl.float32))
+        b_small = tl.dot(a_high, b_low, tl.dot(a_low, b_high, tl.dot(a_middle, b_middle)))
+        product = tl.dot(a_high, b_high, tl.dot(a_high, b_middle, tl.dot(a_middle, b_high, b_small)))
+    return product
+
+
+@triton.jit
 def dot(a, b, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    return tl.dot(a.to(DOT), b.to(DOT), input_precision=PRECISION)
+    if PRECISION == "exact":
+        product = exact_dot(a, b)
+    else:
+        product = tl.dot(a.to(DOT), b.to(DOT), input_precision=PRECISION)
+    return product
 
 
 @triton.jit
@@ -251,7 +297,7 @@ def edge_states(
     B, T, Q, K = k.shape
     V = v.shape[3]
     chunks, length, supers = split
-    options = {"dtype": torch.float32, "device": k.device}
+    options: dict[str, Any] = {"dtype": torch.float32, "device": k.device}
     starts = torch.empty(B, heads, supers, K, V, **options)
     final = torch.empty(B, heads, K, V, **options)
     sums = torch.empty_like(starts)

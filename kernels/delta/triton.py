@@ -147,6 +147,7 @@ def _delta_scan_backward(
     blocks, (chunks, length, supers) = _plan(p, V, chunk)
     if p.dtype != torch.bfloat16:
         blocks = replace(blocks, num_stages=1)
+    deep = 3 if p.dtype == torch.bfloat16 and blocks.BK <= 64 else blocks.num_stages
     decays = log_decay is not None
     decay = log_decay.contiguous() if decays else p
     shared = _sizes(K, V, blocks) | {"DECAY": decays, "REVERSE": reverse, "G": Q // H}
@@ -160,7 +161,7 @@ def _delta_scan_backward(
     if supers > 1:
         offset = torch.empty_like(starts)
         adjoint_offset_kernel[(supers * B * H, columns)](
-            q, p, decay, d_o, w, u, offset, T, chunks, length, B, H, **shared
+            q, p, decay, d_o, w, u, offset, T, chunks, length, B, H, **(shared | {"num_stages": deep})
         )
         d_starts = _edges(transition, offset, d_final, reverse=not reverse, transposed=True)
     else:

@@ -18,6 +18,7 @@ import triton.language as tl
 from linattn_cli.kernels.triton_common import (
     dot,
     edge_decay,
+    exact_dot,
     load_decay,
     load_matrix,
     load_rows,
@@ -29,22 +30,22 @@ from linattn_cli.kernels.triton_common import (
 )
 
 
-CHAIN = tl.constexpr("tf32x3")
-
-
 @triton.jit
 def pair_weights(p_decay, o_t, T, H, C: tl.constexpr, DECAY: tl.constexpr, REVERSE: tl.constexpr):
     """Weights of N (a read before the token's own decay and write) and of M (a query after them)."""
-    if not DECAY:
+    if DECAY:
+        o_r, o_c = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+        b_decay, b_sum, _ = load_decay(p_decay, o_t, T, H)
+        if REVERSE:
+            b_m = pair_decay(b_decay, b_sum, C, True, False)
+            b_n = tl.where(o_r < o_c, b_m, 0.0)
+        else:
+            b_n = pair_decay(b_decay, b_sum, C, False, True)
+            b_m = tl.where(o_r == o_c, 1.0, b_n * power_of_two(b_decay)[:, None])
+    else:
         b_n = tl.where(pair_mask(C, REVERSE, True), 1.0, 0.0)
-        return b_n, tl.where(pair_mask(C, REVERSE, False), 1.0, 0.0)
-    o_r, o_c = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    b_decay, b_sum, _ = load_decay(p_decay, o_t, T, H)
-    if REVERSE:
-        b_m = pair_decay(b_decay, b_sum, C, True, False)
-        return tl.where(o_r < o_c, b_m, 0.0), b_m
-    b_n = pair_decay(b_decay, b_sum, C, False, True)
-    return b_n, tl.where(o_r == o_c, 1.0, b_n * power_of_two(b_decay)[:, None])
+        b_m = tl.where(pair_mask(C, REVERSE, False), 1.0, 0.0)
+    return b_n, b_m
 
 
 @triton.jit
@@ -174,7 +175,7 @@ def chain_kernel(
         i_next = i_s - 1 if REVERSE else i_s + 1
         if BK <= 128:
             b_F = load_matrix(p_transition + i_s * K * K, o_k, K, row, o_k, K, column)
-            b_S = load_matrix(p_offset + i_s * K * V, o_k, K, V, o_v, V, 1) + tl.dot(b_F, b_S, input_precision=CHAIN)
+            b_S = load_matrix(p_offset + i_s * K * V, o_k, K, V, o_v, V, 1) + exact_dot(b_F, b_S)
             store_matrix(p_start + i_next * K * V, b_S, o_k, K, V, o_v, V)
         else:
             tl.debug_barrier()
@@ -185,7 +186,7 @@ def chain_kernel(
                     o_x = i_k * 64 + tl.arange(0, 64)
                     b_F = load_matrix(p_transition + i_s * K * K, o_r, K, row, o_x, K, column)
                     b_x = load_matrix(p_start + i_s * K * V, o_x, K, V, o_v, V, 1)
-                    b_row += tl.dot(b_F, b_x, input_precision=CHAIN)
+                    b_row += exact_dot(b_F, b_x)
                 store_matrix(p_start + i_next * K * V, b_row, o_r, K, V, o_v, V)
 
 

@@ -106,7 +106,7 @@ def _walk(q, k, v, log_decay, starts, *, exclusive, reverse, transposed, chunk, 
     blocks, split = _plan(K, V, q, heads, chunk)
     chunks, length, supers = split
     o = torch.empty(B, T, Q, V, dtype=dtype, device=q.device)
-    columns = triton.cdiv(V, blocks.BV)
+    columns, half = triton.cdiv(V, blocks.BV), blocks.dot is tl.bfloat16
     dots = torch.empty(columns, B, T, Q, dtype=torch.float32, device=q.device) if against is not None else starts
     _output_kernel[(supers * B * Q, columns)](
         q, k, v, starts if log_decay is None else log_decay, starts, q if against is None else against, o, dots,
@@ -114,7 +114,7 @@ def _walk(q, k, v, log_decay, starts, *, exclusive, reverse, transposed, chunk, 
         K=K, V=V, BK=blocks.BK, BV=blocks.BV, C=blocks.C, G=Q // heads, J=k.shape[2] // heads,
         DECAY=log_decay is not None, REVERSE=reverse, STRICT=exclusive, DOTS=against is not None,
         DOT=blocks.dot, PRECISION=blocks.precision,
-        num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+        num_warps=blocks.num_warps, num_stages=3 if half and blocks.BK <= 64 else 2,
     )  # fmt: skip
     return o, dots.sum(0) if against is not None else None
 
@@ -130,9 +130,9 @@ def _plan(K: int, V: int, like: Tensor, heads: int, chunk: int):
     "linattn::linear_scan",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? initial_state, bool exclusive, bool reverse, "
-    "int chunk, bool wide) -> (Tensor, Tensor, Tensor)",
+    "int chunk) -> (Tensor, Tensor, Tensor)",
 )
-def _linear_scan(q, k, v, log_decay, initial_state, exclusive, reverse, chunk, wide):
+def _linear_scan(q, k, v, log_decay, initial_state, exclusive, reverse, chunk):
     heads = k.shape[2]
     blocks, split = _plan(k.shape[3], v.shape[3], k, heads, chunk)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -142,17 +142,17 @@ def _linear_scan(q, k, v, log_decay, initial_state, exclusive, reverse, chunk, w
         k, v, log_decay, initial_state, heads, blocks, split, exclusive=exclusive, reverse=reverse
     )
     flags = {"exclusive": exclusive, "reverse": reverse, "chunk": chunk}
-    o, _ = _walk(q, k, v, log_decay, starts, transposed=False, dtype=torch.float32 if wide else q.dtype, **flags)
+    o, _ = _walk(q, k, v, log_decay, starts, transposed=False, dtype=q.dtype, **flags)
     return o, final, starts
 
 
 @_linear_scan.register_fake
-def _(q, k, v, log_decay, initial_state, exclusive, reverse, chunk, wide):
+def _(q, k, v, log_decay, initial_state, exclusive, reverse, chunk):
     (B, T, Q, _), (_, _, heads, K), V = q.shape, k.shape, v.shape[3]
     _, split = _plan(K, V, k, heads, chunk)
     state = torch.empty(B, heads, K, V, dtype=torch.float32, device=k.device)
     starts = torch.empty(B, heads, split[2], K, V, dtype=torch.float32, device=k.device)
-    return torch.empty(B, T, Q, V, dtype=torch.float32 if wide else q.dtype, device=q.device), state, starts
+    return torch.empty(B, T, Q, V, dtype=q.dtype, device=q.device), state, starts
 
 
 @torch.library.custom_op(
@@ -200,7 +200,7 @@ def _(d_o, d_final, q, k, v, log_decay, starts, final, exclusive, reverse, chunk
 
 
 def _setup(ctx: Any, inputs, output) -> None:
-    q, k, v, log_decay, initial_state, ctx.exclusive, ctx.reverse, ctx.chunk, _ = inputs
+    q, k, v, log_decay, initial_state, ctx.exclusive, ctx.reverse, ctx.chunk = inputs
     _, final, starts = output
     ctx.set_materialize_grads(False)
     ctx.has_initial = initial_state is not None
@@ -215,7 +215,7 @@ def _backward(ctx: Any, d_o, d_final, d_starts):
         d_o, d_final, q, k, v, log_decay, starts, final, ctx.exclusive, ctx.reverse, ctx.chunk
     )
     d_decay = None if log_decay is None else d_decay
-    return d_q, d_k, d_v, d_decay, d_initial if ctx.has_initial else None, None, None, None, None
+    return d_q, d_k, d_v, d_decay, d_initial if ctx.has_initial else None, None, None, None
 
 
 _linear_scan.register_autograd(_backward, setup_context=_setup)
@@ -234,16 +234,5 @@ def linear_scan_triton(
 ) -> tuple[Tensor, Tensor]:
     """`linear_scan` on a GPU; see its docstring for the recurrence and shapes."""
     refuse_float64("linear_scan", q, k, v)
-    o, final, _ = _linear_scan(q, k, v, log_decay, initial_state, exclusive, reverse, chunk_size or 0, False)
+    o, final, _ = _linear_scan(q, k, v, log_decay, initial_state, exclusive, reverse, chunk_size or 0)
     return o, final
-
-
-def denominator_triton(q: Tensor, k: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`q_t . z_t` with `z_t = z_{t-1} + k_t`, float32 `[B, T, Q, 1]`, and the last z `[B, H, K]`.
-
-    The linear scan with a value of one number, 1, kept in float32.
-    """
-    ones = torch.ones(*k.shape[:3], 1, dtype=k.dtype, device=k.device)
-    initial = None if z is None else z.unsqueeze(-1)
-    denominator, final, _ = _linear_scan(q, k, ones, None, initial, False, False, 0, True)
-    return denominator, final.squeeze(-1)

@@ -22,26 +22,25 @@ def _tokens(x: Tensor, T: int, dtype: torch.dtype) -> Tensor:
     return x.permute(0, 2, 3, 1, 4).reshape(B, N * C, H, K)[:, :T].to(dtype).contiguous()
 
 
-def wide_gain(u: Tensor, k: Tensor, masses: Tensor, lambda0: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, the downdates w `[B, T, H, K]`, the inverse at the start of every chunk, and the final one.
+def wide_gain(u: Tensor, k: Tensor, masses: Tensor, lambda0: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x, the downdates w `[B, T, H, K]`, and the inverse at the edge of every chunk.
 
     `masses` `[B, H, N + 1, K, K]` are the masses at the chunk edges.
     """
     eye = torch.eye(u.shape[3], dtype=torch.float32, device=u.device)
     inverses = torch.cholesky_inverse(torch.linalg.cholesky(masses + lambda0 * eye))
-    starts = inverses[:, :, :-1].contiguous()
     u_chunks = _chunked(u)
-    z = u_chunks @ starts
+    z = u_chunks @ inverses[:, :, :-1]
     gram = z @ u_chunks.mT + torch.eye(WIDE_CHUNK, dtype=torch.float32, device=u.device)
     w = torch.linalg.solve_triangular(torch.linalg.cholesky(gram), z, upper=False)
     w = _tokens(w, u.shape[1], torch.float32)
-    return wide_apply(k, starts, w), w, starts, inverses[:, :, -1].contiguous()
+    return wide_apply(k, inverses, w), w, inverses
 
 
-def wide_apply(k: Tensor, starts: Tensor, w: Tensor) -> Tensor:
+def wide_apply(k: Tensor, inverses: Tensor, w: Tensor) -> Tensor:
     """`X = K A0 - tril(K W^T) W` in every chunk, for the query heads of every key head."""
     H, groups = w.shape[2], k.shape[2] // w.shape[2]
-    w_chunks = _chunked(w)
+    w_chunks, starts = _chunked(w), inverses[:, :, :-1]
     heads = []
     for group in range(groups):
         k_chunks = _chunked(k.unflatten(2, (H, groups))[:, :, :, group])

@@ -15,7 +15,12 @@ from torch import Tensor
 
 from linattn_cli.kernels.penalty.inverse import REFRESH
 from linattn_cli.kernels.penalty.library import WIDE_CHUNK, wide_apply, wide_gain
-from linattn_cli.kernels.penalty.triton_kernels import apply_kernel, downdate_kernel, mass_gradient_kernel
+from linattn_cli.kernels.penalty.triton_kernels import (
+    apply_kernel,
+    downdate_kernel,
+    inverse_kernel,
+    mass_gradient_kernel,
+)
 from linattn_cli.kernels.triton_common import Blocks, choose_blocks, edge_states, refuse_float64, split_time
 from linattn_cli.kernels.types import PenaltyState
 
@@ -31,11 +36,12 @@ def _plan(u: Tensor, chunk: int, given: bool) -> tuple[Blocks, tuple[int, int, i
         return blocks, (chunks, chunks, 1)
     if K > WIDEST:
         return blocks, (chunks, WIDE_CHUNK // blocks.C, -(-T // WIDE_CHUNK))
-    return blocks, split_time(T, blocks.C, B * H, u.device)
+    return blocks, split_time(T, blocks.C, B * H, u.device, per_unit=8 // _warps(blocks.BK))
 
 
 def _warps(BK: int) -> int:
-    return 4 if BK <= 64 else 8
+    """Warps that walk one super-chunk: one, as long as A fits its registers."""
+    return 1 if BK <= 64 else 8
 
 
 @torch.library.custom_op(
@@ -55,13 +61,19 @@ def _penalty_gain(u, k, mass, inverse, lambda0, chunk):
     edges, final_mass = edge_states(u, u, None, mass, H, blocks, split)
     masses = torch.cat((edges, final_mass.unsqueeze(2)), dim=2)
     if K > WIDEST:
-        x, w, inverses, final_inverse = wide_gain(u, k, masses, lambda0)
-        return x, final_mass, final_inverse, inverses, w
+        x, w, inverses = wide_gain(u, k, masses, lambda0)
+        return x, final_mass, inverses[:, :, -1].clone(), inverses, w
+    if given:
+        inverses.copy_(inverse.unsqueeze(2))
+    else:
+        inverse_kernel[(B * H * (supers + 1),)](
+            masses, inverses, lambda0, K=K, BK=blocks.BK, num_warps=4 if blocks.BK <= 64 else 8
+        )
+        final_inverse.copy_(inverses[:, :, -1])
     warps = _warps(blocks.BK)
-    downdate_kernel[((supers + (not given)) * B * H,)](
-        u, masses, inverse.contiguous() if given else masses, inverses, w, final_inverse,
-        T, length * blocks.C, supers, B, H, lambda0,
-        K=K, BK=blocks.BK, C=STEP, COPIES=warps, GIVEN=given, num_warps=warps, num_stages=1,
+    downdate_kernel[(supers * B * H,)](
+        u, inverses, w, final_inverse, T, length * blocks.C, supers, inverses.shape[2], B, H,
+        K=K, BK=blocks.BK, C=STEP, COPIES=warps, FINAL=given, num_warps=warps, num_stages=1,
     )  # fmt: skip
     _apply(k, inverses, w, x, blocks, split)
     return x, final_mass, final_inverse, inverses, w
@@ -72,20 +84,23 @@ def _apply(k: Tensor, inverses: Tensor, w: Tensor, x: Tensor, blocks: Blocks, sp
     B, T, H, K = w.shape
     _, length, supers = split
     apply_kernel[(supers * B * H,)](
-        k, inverses, w, x, T, length * blocks.C, supers, B, H,
+        k, inverses, w, x, T, length * blocks.C, supers, inverses.shape[2], B, H,
         K=K, BK=blocks.BK, C=blocks.C, G=k.shape[2] // H, num_warps=blocks.num_warps, num_stages=1,
     )  # fmt: skip
 
 
 def _outputs(u: Tensor, k: Tensor, chunk: int, given: bool) -> tuple[Tensor, ...]:
-    """Unfilled outputs: x, final inverse, the inverse at every edge, and the downdates."""
+    """Unfilled outputs: x, final inverse, the inverse at every edge, and the downdates.
+
+    The last edge is the end; a given inverse is downdated to it instead.
+    """
     B, T, H, K = u.shape
     _, (_, _, supers) = _plan(u, chunk, given)
-    options = {"dtype": torch.float32, "device": u.device}
+    options: dict[str, Any] = {"dtype": torch.float32, "device": u.device}
     return (
         torch.empty(k.shape, dtype=k.dtype, device=k.device),
         torch.empty(B, H, K, K, **options),
-        torch.empty(B, H, supers, K, K, **options),
+        torch.empty(B, H, supers + (not given), K, K, **options),
         torch.empty(B, T, H, K, **options),
     )
 
@@ -167,6 +182,6 @@ def penalty_gain_triton(
     refuse_float64("penalty_gain", u, k)
     mass, inverse, age = (None, None, 0) if initial_state is None else initial_state
     given = initial_state is not None and u.shape[3] <= WIDEST and age + u.shape[1] <= REFRESH
-    inverse = inverse.detach() if given else None
+    inverse = inverse.detach() if given and inverse is not None else None
     x, mass, inverse, _, _ = _penalty_gain(u, k, mass, inverse, float(lambda0), chunk_size or 0)
     return x, PenaltyState(mass, inverse, age + u.shape[1] if given else 0)

@@ -1,7 +1,7 @@
 """Triton kernels of the penalty gain; `triton.py` launches them.
 
 M = lambda0 I + sum u u^T is additive, so M at the edge of every super-chunk is a cumulative sum, and its
-inverse A is taken there, by every program for itself. Inside, C tokens at a time (MATH.md section 3):
+inverse A is taken there, all at once. Inside, C tokens at a time (MATH.md section 3):
 
     G = I + U A U^T = L D L^T        W = D^-1/2 L^-1 U A        A <- A - W^T W
 
@@ -14,45 +14,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from linattn_cli.kernels.dispatch import triton_interpreted
-from linattn_cli.kernels.triton_common import dot, load_matrix, load_rows, pair_mask, store_matrix, store_rows
-
-INTERPRETED = tl.constexpr(triton_interpreted())
-
-
-@triton.jit
-def upper_bits(b_x):
-    """A float32 cut to the 8 leading bits that bfloat16 holds."""
-    return (b_x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def split(b_x):
-    """Three bfloat16 tensors whose sum is exactly the float32 `b_x`: 8 bits each."""
-    b_high = upper_bits(b_x)
-    b_middle = upper_bits(b_x - b_high)
-    b_low = b_x - b_high - b_middle
-    return b_high.to(tl.bfloat16), b_middle.to(tl.bfloat16), b_low.to(tl.bfloat16)
-
-
-@triton.jit
-def exact_dot(a, b):
-    """A product to float32 accuracy on bfloat16 tensor cores: cond(M) reaches 1e4, which tf32 does not survive.
-
-    A float32 operand is split in three, a bfloat16 one needs no splitting; products below 2^-24 are left out.
-    The interpreter has no bfloat16 and multiplies in float32.
-    """
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32))
-    if a.dtype == tl.bfloat16:
-        b_high, b_middle, b_low = split(b.to(tl.float32))
-        return tl.dot(a, b_high, tl.dot(a, b_middle, tl.dot(a, b_low)))
-    a_high, a_middle, a_low = split(a.to(tl.float32))
-    if b.dtype == tl.bfloat16:
-        return tl.dot(a_high, b, tl.dot(a_middle, b, tl.dot(a_low, b)))
-    b_high, b_middle, b_low = split(b.to(tl.float32))
-    b_small = tl.dot(a_high, b_low, tl.dot(a_low, b_high, tl.dot(a_middle, b_middle)))
-    return tl.dot(a_high, b_high, tl.dot(a_high, b_middle, tl.dot(a_middle, b_high, b_small)))
+from linattn_cli.kernels.triton_common import (
+    dot,
+    exact_dot,
+    load_matrix,
+    load_rows,
+    pair_mask,
+    store_matrix,
+    store_rows,
+)
 
 
 @triton.jit
@@ -91,30 +61,33 @@ def unit_lower_inverse(b_G, C: tl.constexpr):
     return b_T * tl.rsqrt(b_pivots)[:, None, :]
 
 
+@triton.jit
+def inverse_kernel(p_mass, p_inverse, lambda0, K: tl.constexpr, BK: tl.constexpr):
+    """`(lambda0 I + P)^-1` of every mass."""
+    i_p = tl.program_id(0).to(tl.int64)
+    o_k = tl.arange(0, BK)
+    b_M = load_matrix(p_mass + i_p * K * K, o_k, K, K, o_k, K, 1)
+    b_M += tl.where(o_k[:, None] == o_k[None, :], lambda0, 0.0)
+    store_matrix(p_inverse + i_p * K * K, spd_inverse(b_M, BK), o_k, K, K, o_k, K)
+
+
 @triton.jit(do_not_specialize=["T", "length", "supers"])
 def downdate_kernel(
-    p_u, p_mass, p_given, p_inverse, p_w, p_final, T, length, supers, B, H, lambda0,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, COPIES: tl.constexpr, GIVEN: tl.constexpr,
+    p_u, p_inverse, p_w, p_final, T, length, supers, edges, B, H,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, COPIES: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    """Invert M at the edge of one super-chunk, then walk it; program `supers` only inverts the final M.
+    """The downdates w of one super-chunk, walked from the inverse at its edge.
 
     Every warp holds its own copy of the C tokens at hand, as 16 rows of one tall tile: the serial elimination
-    then never waits for another warp.
-    GIVEN: start from the inverse that came with the state instead, and return the downdated one.
+    then never waits for another warp. Where A fits one warp's registers, one warp is best.
+    FINAL: write the inverse after the last token.
     """
     i_p = tl.program_id(0)
     i_s, i_b, i_h = i_p // (B * H), i_p % (B * H) // H, i_p % H
     o_k, o_c, o_n = tl.arange(0, BK), tl.arange(0, C), tl.arange(0, COPIES * C)
     row = i_b.to(tl.int64) * T * H + i_h
     state = (i_b * H + i_h).to(tl.int64)
-    b_eye = tl.where(o_k[:, None] == o_k[None, :], 1.0, 0.0)
-    if GIVEN:
-        b_A = load_matrix(p_given + state * K * K, o_k, K, K, o_k, K, 1)
-    else:
-        p_edge = p_mass + (state * (supers + 1) + i_s) * K * K
-        b_A = spd_inverse(load_matrix(p_edge, o_k, K, K, o_k, K, 1) + lambda0 * b_eye, BK)
-    if i_s < supers:
-        store_matrix(p_inverse + (state * supers + i_s) * K * K, b_A, o_k, K, K, o_k, K)
+    b_A = load_matrix(p_inverse + (state * edges + i_s) * K * K, o_k, K, K, o_k, K, 1)
     first = i_s * length
     for i_t in range(first, tl.minimum(first + length, T), C):
         b_u = load_rows(p_u + row * K, i_t + o_c, T, H * K, o_k, K, BK)
@@ -126,13 +99,13 @@ def downdate_kernel(
         b_w = tl.sum(b_ws, axis=0) * (1.0 / COPIES)
         store_rows(p_w + row * K, b_w, i_t + o_c, T, H * K, o_k, K, BK)
         b_A -= exact_dot(tl.trans(b_w), b_w)
-    if GIVEN or i_s == supers:
+    if FINAL:
         store_matrix(p_final + state * K * K, b_A, o_k, K, K, o_k, K)
 
 
 @triton.jit(do_not_specialize=["T", "length", "supers"])
 def apply_kernel(
-    p_k, p_inverse, p_w, p_x, T, length, supers, B, H,
+    p_k, p_inverse, p_w, p_x, T, length, supers, edges, B, H,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """`x_t = A_t k_t` where the downdates w are known already."""
@@ -141,7 +114,7 @@ def apply_kernel(
     o_k, o_c = tl.arange(0, BK), tl.arange(0, C)
     row = i_b.to(tl.int64) * T * H + i_h
     state = (i_b * H + i_h).to(tl.int64)
-    b_A = load_matrix(p_inverse + (state * supers + i_s) * K * K, o_k, K, K, o_k, K, 1)
+    b_A = load_matrix(p_inverse + (state * edges + i_s) * K * K, o_k, K, K, o_k, K, 1)
     first = i_s * length
     for i_t in range(first, tl.minimum(first + length, T), C):
         o_t = i_t + o_c
