@@ -48,7 +48,7 @@ class ModelConfig(Section):
     ffn: Positive = 256
     positions: Literal["learned", "rotary", "none"] = "learned"
     max_positions: Positive = 512
-    tied_head: bool = False
+    tied_head: bool = True
     output_norm: bool = True
     short_conv: NonNegative = 0
     impl: Impl = "auto"
