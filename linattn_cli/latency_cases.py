@@ -30,8 +30,9 @@ Tensors = Mapping[str, Tensor]
 
 MODES = ("forward", "train", "decode")
 
-PREFIX = 100
-"""Tokens at the start of every length that are the same numbers, so that one serial run checks all lengths."""
+PREFIX = 97
+"""Tokens at the start of every length that are the same numbers, so that one serial run checks all lengths. A
+prime: a call of so many ends in a chunk that is not full."""
 
 DECODED = 64
 """Tokens a repetition of `decode` makes, so that work which falls due every 64 tokens is counted once."""

@@ -1,8 +1,9 @@
 """The check before a timing: the very call that is timed, at its own shape, against the serial recurrence.
 
 By causality the first tokens of a call of any length depend on the first inputs alone, so one serial run of a
-short prefix judges every length: outputs, and in training the gradients that a loss on the prefix has. In
-`decode` the tokens after the context are judged from the state that the context left.
+short prefix judges every length: outputs, and in training the gradients that a loss on the prefix has. A call
+of the prefix alone comes first and is judged to its last token. In `decode` the tokens after the context are
+judged from the state that the context left.
 """
 
 from __future__ import annotations
@@ -35,26 +36,37 @@ class Gate:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self._truths: dict[tuple[str, int], _Truth] = {}
+        self._short: dict[tuple[str, str], str | None] = {}
 
     def check(self, arm: Arm, tensors: dict[str, Tensor], tokens: int) -> tuple[str | None, str]:
         """What is wrong with an arm at a length, or None; and how much of the call was judged.
 
-        That is `prefix`, `decoded`, or `whole` where the chunk form in float64 judged the rest of a kernel's
-        output too, which needs memory that may not be there.
+        That is `prefix`, after one call of the prefix alone that was judged to its last token; `decoded`; or
+        `whole`, where the chunk form in float64 judged all outputs of a kernel, which takes memory that may not
+        be there.
         """
         x = {name: tensors[name] for name in arm.names}
         with arm.context():
             if self.setting.mode == "decode":
                 return self._decode_problem(arm, x, tokens), "decoded"
-            prefix = min(tokens, PREFIX)
-            got, whole = self._run(arm, x, prefix)
-            problem = self._judge(got, self._truth(arm, x, prefix), x) or _not_finite(whole)
+            if arm.key not in self._short:
+                problem, _ = self._prefix_problem(arm, {name: y[:, :PREFIX].contiguous() for name, y in x.items()})
+                self._short[arm.key] = problem and f"in a call of {min(tokens, PREFIX)} tokens, {problem}"
+            if (problem := self._short[arm.key]) is not None:
+                return problem, "prefix"
+            problem, whole = self._prefix_problem(arm, x)
             if problem or arm.impl != "triton" or arm.chunk is None:
                 return problem, "prefix"
             try:
                 return self._chunk_problem(arm.chunk, x, whole), "whole"
             except torch.OutOfMemoryError:
                 return None, "prefix"
+
+    def _prefix_problem(self, arm: Arm, x: Tensors) -> tuple[str | None, Tensor]:
+        """What is wrong with the first tokens of a call or not finite in it, and its whole output."""
+        prefix = min(x[arm.names[0]].shape[1], PREFIX)
+        got, whole = self._run(arm, x, prefix)
+        return self._judge(got, self._truth(arm, x, prefix), x) or _not_finite(whole), whole
 
     def _run(self, arm: Arm, x: Tensors, prefix: int) -> tuple[Values, Tensor]:
         """The values of the prefix, and the whole output, of the call that is timed."""
@@ -169,8 +181,8 @@ def _double(state: Any) -> Any:
 def describe(setting: Setting) -> str:
     """What the gate checks, in words, for the log."""
     what = {
-        "forward": f"the first {PREFIX} outputs",
-        "train": f"the first {PREFIX} outputs and the gradients of their inputs",
+        "forward": f"outputs of {PREFIX} tokens, alone and at the start of each length",
+        "train": f"outputs and gradients of {PREFIX} tokens, alone and at the start of each length",
         "decode": f"{DECODED} tokens decoded after each context",
     }[setting.mode]
-    return f"checked first at each length: {what}, {name_of(setting.dtype)} against the serial recurrence in float64"
+    return f"checked first: {what}, {name_of(setting.dtype)} against the serial recurrence in float64"

@@ -124,7 +124,7 @@ def _multiplied_per_s(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / _fastest(lambda: a @ b, device)
 
 
-def _fastest(run: Callable[[], object], device: torch.device, tries: int = 5) -> float:
+def _fastest(run: Callable[[], object], device: torch.device, tries: int = 15) -> float:
     """Seconds a call in the fastest of several bursts, after one that warms up."""
     calls = 10 if device.type == "cuda" else 1  # a burst, so that the wait at its end does not count
     best = float("inf")

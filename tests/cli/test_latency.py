@@ -123,6 +123,12 @@ def _late_nan(q, p, a, v, **options):
     return torch.where(torch.arange(o.shape[1]).view(-1, 1, 1) > PREFIX, torch.nan, o), state, residual
 
 
+def _drop_tail(q, p, a, v, **options):
+    """The last token is lost, at every length: no prefix of a long call shows it."""
+    o, state, residual = delta_scan_chunk(q, p, a, v, **options)
+    return torch.cat((o[:, :-1], torch.zeros_like(o[:, -1:])), dim=1), state, residual
+
+
 def _crash(*tensors, **options):
     raise RuntimeError("kernel exploded")
 
@@ -134,6 +140,7 @@ def _crash(*tensors, **options):
         ("train", _bad_gradient, "grad v: max error"),
         ("decode", _bad_state, "o: max error"),
         ("forward", _late_nan, "values not finite"),
+        ("forward", _drop_tail, "in a call of 97 tokens, o: max error"),
         ("forward", _crash, "raised RuntimeError: kernel exploded"),
     ],
 )
@@ -172,6 +179,22 @@ def test_the_gate_judges_every_length_by_one_serial_run():
     assert len(calls) == 2  # float64, and the dtype that is timed
 
 
+def test_a_kernel_is_judged_to_its_last_token_by_the_chunk_form():
+    place = setting()
+    chunk = arms(["deltanet"], ["chunk"], place)[1]
+    kernel = replace(chunk, impl="triton")
+
+    def lossy(x, state):
+        o, state = chunk.call(x, state)
+        return torch.cat((o[:, :-1], 0 * o[:, -1:]), dim=1) if o.shape[1] > PREFIX else o, state
+
+    tensors = draw(chunk.names, place, 200)
+    assert Gate(place).check(kernel, tensors, 200) == (None, "whole")
+    problem, judged = Gate(place).check(replace(kernel, call=lossy), tensors, 200)
+    assert judged == "whole"
+    assert "against the chunk form in float64, worst at [0, 199," in problem
+
+
 def test_the_first_tokens_are_the_same_at_every_length():
     place = setting(batch=2)
     names = ("q", "k_unit", "a", "beta", "log_decay", "u")
@@ -179,7 +202,7 @@ def test_the_first_tokens_are_the_same_at_every_length():
     for name in names:
         assert torch.equal(short[name], long[name][:, :70]), name
         assert long[name].is_contiguous()
-    assert not torch.equal(long["q"][:, :100], long["q"][:, 100:200])
+    assert not torch.equal(long["q"][:, :PREFIX], long["q"][:, PREFIX : 2 * PREFIX])
 
 
 def test_a_budget_marks_the_cell_and_counts_what_was_done(capsys, quick):
@@ -302,7 +325,7 @@ def test_formats_keep_to_stdout_and_csv_parses(capsys, quick):
     assert [row["model"] for row in rows] == ["softmax", "linear"]
     assert float(rows[1]["latency_ms_p50"]) > 0
     assert err.startswith("linattn ")
-    assert "checked first at each length" in err
+    assert "checked first: outputs of 97 tokens" in err
 
 
 def test_lengths_are_lists_or_doubling_ranges():
