@@ -17,6 +17,8 @@ from linattn_cli.kernels.triton_common import (
     carry_kernel,
     choose_blocks,
     dot,
+    kernel,
+    launch,
     load_rows,
     padded,
     pair_mask,
@@ -25,7 +27,7 @@ from linattn_cli.kernels.triton_common import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "length"])
+@kernel
 def _edge_sum_kernel(
     p_x, p_weight, p_sum, T, chunks, length, B, H,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, J: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -48,7 +50,7 @@ def _edge_sum_kernel(
     tl.store(p_sum + i_out * K + o_k, b_z, mask=o_k < K)
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "length"])
+@kernel
 def _ratio_kernel(
     p_o, p_q, p_k, p_start, p_y, p_den, T, chunks, length, B, H, floor,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
@@ -79,7 +81,7 @@ def _ratio_kernel(
             store_rows(p_y + row * V, b_o * b_scale[:, None], o_t, T, H * G * V, o_v, V, BV)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel
 def _quotient_gradient_kernel(
     p_y, p_den, p_dy, p_do, p_dden, rows, floor, V: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr
 ):
@@ -95,7 +97,7 @@ def _quotient_gradient_kernel(
     tl.store(p_dden + o_r, tl.where(b_den >= floor, -tl.sum(b_y * b_do, axis=1), 0.0), mask=o_r < rows)
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "length"])
+@kernel
 def _running_sum_kernel(
     p_x, p_dden, p_start, p_dx, T, chunks, length, B, H,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, G: tl.constexpr, REVERSE: tl.constexpr,
@@ -142,12 +144,14 @@ def _edges(x: Tensor, weight: Tensor | None, initial: Tensor | None, like: Tenso
     blocks, (chunks, length, supers) = _plan(like)
     sums = torch.empty(B, H, supers, K, dtype=torch.float32, device=x.device)
     starts, last = torch.empty_like(sums), torch.empty(B, H, K, dtype=torch.float32, device=x.device)
-    _edge_sum_kernel[(supers * B * H,)](
+    launch(
+        _edge_sum_kernel, (supers * B * H,),
         x, sums if weight is None else weight, sums, T, chunks, length, B, H,
         K=K, BK=blocks.BK, C=blocks.C, J=x.shape[2] // H, WEIGHTED=weight is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
     block = padded(K)
-    carry_kernel[(B * H, 1)](
+    launch(
+        carry_kernel, (B * H, 1),
         sums, sums, sums if initial is None else initial.contiguous(), starts, last, supers,
         SIZE=K, BLOCK=block, DECAY=False, INITIAL=initial is not None, REVERSE=reverse, num_warps=1,
     )  # fmt: skip
@@ -166,7 +170,8 @@ def _ratio_readout(o, q, k, z, floor):
     blocks, (chunks, length, supers) = _plan(k)
     starts, last = _edges(k, None, z, k, reverse=False)
     y, den = torch.empty_like(o), torch.empty(B, T, Q, dtype=torch.float32, device=o.device)
-    _ratio_kernel[(supers * B * Q,)](
+    launch(
+        _ratio_kernel, (supers * B * Q,),
         o, q, k, starts, y, den, T, chunks, length, B, H, floor,
         K=K, V=V, BK=blocks.BK, BV=min(64, padded(V)), C=blocks.C, G=Q // H,
         DOT=blocks.dot, PRECISION=blocks.precision, num_warps=4, num_stages=2,
@@ -197,13 +202,16 @@ def _ratio_readout_backward(d_y, d_last, y, q, k, den, starts, floor):
     d_o, d_den = torch.empty_like(y), torch.empty_like(den)
     BV = triton.next_power_of_2(V)
     BR = max(1, 4096 // BV)
-    _quotient_gradient_kernel[(triton.cdiv(B * T * Q, BR),)](
-        y, den, d_y, d_o, d_den, B * T * Q, floor, V=V, BV=BV, BR=BR, num_warps=4
-    )
+    launch(
+        _quotient_gradient_kernel, (triton.cdiv(B * T * Q, BR),),
+        y, den, d_y, d_o, d_den, B * T * Q, floor,
+        V=V, BV=BV, BR=BR, num_warps=4,
+    )  # fmt: skip
     d_starts, d_z = _edges(q, d_den, d_last, k, reverse=True)
     d_q, d_k = torch.empty_like(q), torch.empty_like(k)
     for x, edges, d_x, reverse in ((k, starts, d_q, False), (q, d_starts, d_k, True)):
-        _running_sum_kernel[(supers * B * d_x.shape[2],)](
+        launch(
+            _running_sum_kernel, (supers * B * d_x.shape[2],),
             x, d_den, edges, d_x, T, chunks, length, B, H,
             K=K, BK=blocks.BK, C=blocks.C, G=Q // H, REVERSE=reverse,
             DOT=blocks.dot, PRECISION=blocks.precision, num_warps=4, num_stages=2,

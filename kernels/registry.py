@@ -18,7 +18,7 @@ class Primitive:
     name: str
     package: str
     recurrence: str
-    impls: tuple[str, ...] = ("reference", "chunk")
+    impls: tuple[str, ...] = ("reference", "chunk", "triton")
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16", "float16")
 
 

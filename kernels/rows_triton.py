@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_cli.kernels.triton_common import kernel, launch
+
 UNIT_EPS = tl.constexpr(1e-12)  # floor of a norm, as in torch.nn.functional.normalize
 
 
@@ -43,7 +45,7 @@ def _rows(rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
     return o_r[:, None] * D + o_d[None, :], (o_r < rows)[:, None] & (o_d < D)[None, :]
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel
 def _features_kernel(
     p_x, p_y, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr
 ):
@@ -54,7 +56,7 @@ def _features_kernel(
     tl.store(p_y + o_x, b_y.to(p_y.dtype.element_ty), mask=keep)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel
 def _features_backward_kernel(
     p_x, p_dy, p_dx, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr
 ):
@@ -70,12 +72,13 @@ def _features_backward_kernel(
     tl.store(p_dx + o_x, (b_d * _feature_slope(b_x, MAP)).to(p_dx.dtype.element_ty), mask=keep)
 
 
-def _launch(x: Tensor) -> tuple[tuple[int], dict[str, Any]]:
-    """Grid and sizes for the rows of x: about 4,096 elements a program."""
-    D = x.shape[-1]
+def _launch(function: Any, *tensors: Tensor, **options: Any) -> None:
+    """Run a kernel over the rows of its tensors: about 4,096 elements a program."""
+    D = tensors[0].shape[-1]
     BD = triton.next_power_of_2(D)
     BR = max(1, 4096 // BD)
-    return (triton.cdiv(x.numel() // D, BR),), {"rows": x.numel() // D, "D": D, "BD": BD, "BR": BR, "num_warps": 4}
+    rows = tensors[0].numel() // D
+    launch(function, (triton.cdiv(rows, BR),), *tensors, rows, D=D, BD=BD, BR=BR, num_warps=4, **options)
 
 
 @torch.library.custom_op(
@@ -84,8 +87,7 @@ def _launch(x: Tensor) -> tuple[tuple[int], dict[str, Any]]:
 def _features(x, feature_map, unit):
     x = x.contiguous()
     y = torch.empty_like(x)
-    grid, sizes = _launch(x)
-    _features_kernel[grid](x, y, MAP=feature_map, UNIT=unit, **sizes)
+    _launch(_features_kernel, x, y, MAP=feature_map, UNIT=unit)
     return y
 
 
@@ -102,8 +104,7 @@ def _(x, feature_map, unit):
 def _features_backward(x, d_y, feature_map, unit):
     x, d_y = x.contiguous(), d_y.contiguous()
     d_x = torch.empty_like(x)
-    grid, sizes = _launch(x)
-    _features_backward_kernel[grid](x, d_y, d_x, MAP=feature_map, UNIT=unit, **sizes)
+    _launch(_features_backward_kernel, x, d_y, d_x, MAP=feature_map, UNIT=unit)
     return d_x
 
 

@@ -26,6 +26,7 @@ from linattn_cli.kernels.triton_common import (
     Blocks,
     choose_blocks,
     edge_products,
+    launch,
     leaving_states,
     refuse_float64,
     segment_cumsum,
@@ -53,7 +54,8 @@ def _edges(transition, offset, initial, *, reverse: bool, transposed: bool) -> T
     starts = torch.empty_like(offset)
     BK = max(16, triton.next_power_of_2(K))
     BV = 16 if BK <= 128 else 32
-    chain_kernel[(B * H, triton.cdiv(V, BV))](
+    launch(
+        chain_kernel, (B * H, triton.cdiv(V, BV)),
         transition, offset, starts if initial is None else initial, starts, supers,
         1 if transposed else K, K if transposed else 1,
         K=K, V=V, BK=BK, BV=BV, INITIAL=initial is not None, REVERSE=reverse,
@@ -88,21 +90,27 @@ def _delta_scan(q, p, a, v, log_decay, initial_state, reverse, chunk, save, keep
     u = torch.empty(B, T, H, V, dtype=store, device=p.device)
     o, residual, final, inverse, starts, transition = _outputs(q, p, v, chunk, save, keep_residual)
     shared = _sizes(K, V, blocks) | {"DECAY": log_decay is not None, "REVERSE": reverse}
-    prepare_kernel[(chunks * B * H,)](
-        p, a, v, decay, w, u, inverse, T, chunks, B, H, LEVELS=blocks.C.bit_length() - 1, SAVE=save, **shared
-    )
+    launch(
+        prepare_kernel, (chunks * B * H,),
+        p, a, v, decay, w, u, inverse, T, chunks, B, H,
+        LEVELS=blocks.C.bit_length() - 1, SAVE=save, **shared,
+    )  # fmt: skip
     columns = triton.cdiv(V, blocks.BV)
     if supers > 1:
         offset = torch.empty_like(starts)
-        map_kernel[(supers * B * H, columns + triton.cdiv(K, blocks.BV))](
-            a, w, u, decay, transition, offset, T, chunks, length, B, H, **shared
-        )
+        launch(
+            map_kernel, (supers * B * H, columns + triton.cdiv(K, blocks.BV)),
+            a, w, u, decay, transition, offset, T, chunks, length, B, H,
+            **shared,
+        )  # fmt: skip
         starts = _edges(transition, offset, initial, reverse=reverse, transposed=False)
     else:
         starts = _only_edge(p, V, initial)
-    output_kernel[(supers * B * H, columns)](
-        q, a, w, u, decay, starts, o, residual, final, T, chunks, length, B, H, G=Q // H, KEEP=keep_residual, **shared
-    )
+    launch(
+        output_kernel, (supers * B * H, columns),
+        q, a, w, u, decay, starts, o, residual, final, T, chunks, length, B, H,
+        G=Q // H, KEEP=keep_residual, **shared,
+    )  # fmt: skip
     return o, final, residual, inverse, starts, transition
 
 
@@ -154,15 +162,18 @@ def _delta_scan_backward(
     columns = triton.cdiv(V, blocks.BV)
     w = torch.empty(B, T, H, K, dtype=inverse.dtype, device=p.device)
     u = torch.empty(B, T, H, V, dtype=inverse.dtype, device=p.device)
-    prepare_adjoint_kernel[(chunks * B * H, columns)](
+    launch(
+        prepare_adjoint_kernel, (chunks * B * H, columns),
         q, a, decay, inverse, d_o, p if d_residual is None else d_residual.contiguous(), w, u, T, chunks, B, H,
         RESIDUAL=d_residual is not None, **shared,
     )  # fmt: skip
     if supers > 1:
         offset = torch.empty_like(starts)
-        adjoint_offset_kernel[(supers * B * H, columns)](
-            q, p, decay, d_o, w, u, offset, T, chunks, length, B, H, **(shared | {"num_stages": deep})
-        )
+        launch(
+            adjoint_offset_kernel, (supers * B * H, columns),
+            q, p, decay, d_o, w, u, offset, T, chunks, length, B, H,
+            **(shared | {"num_stages": deep}),
+        )  # fmt: skip
         d_starts = _edges(transition, offset, d_final, reverse=not reverse, transposed=True)
     else:
         d_starts = _only_edge(p, V, d_final)
@@ -171,13 +182,16 @@ def _delta_scan_backward(
     d_p, d_a = torch.empty(columns, B, T, H, K, **partial), torch.empty(columns, B, T, H, K, **partial)
     d_v, d_initial = torch.empty(B, T, H, V, dtype=p.dtype, device=p.device), torch.empty_like(final)
     dots = [torch.empty(columns, B, T, n if decays else 0, dtype=torch.float32, device=p.device) for n in (Q, H, H)]
-    adjoint_kernel[(supers * B * H, columns)](
+    launch(
+        adjoint_kernel, (supers * B * H, columns),
         q, p, a, decay, d_o, residual, w, u, d_starts, d_v, d_a, dots[2], d_initial,
         T, chunks, length, B, H, **shared,
     )  # fmt: skip
-    read_gradient_kernel[(supers * B * H, columns)](
-        q, p, a, decay, d_o, residual, d_v, starts, d_q, d_p, dots[0], dots[1], T, chunks, length, B, H, **shared
-    )
+    launch(
+        read_gradient_kernel, (supers * B * H, columns),
+        q, p, a, decay, d_o, residual, d_v, starts, d_q, d_p, dots[0], dots[1], T, chunks, length, B, H,
+        **shared,
+    )  # fmt: skip
     d_q, d_p, d_a = (x[0] if columns == 1 else x.sum(0).to(p.dtype) for x in (d_q, d_p, d_a))
     if not decays:
         return d_q, d_p, d_a, d_v, q.new_empty(0), d_initial

@@ -14,14 +14,20 @@ F is the one of the forward pass, transposed. With D1 and S0 of every chunk at h
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from linattn_cli.kernels.delta.triton_forward import edge_weights, pair_weights
-from linattn_cli.kernels.triton_common import dot, load_matrix, load_rows, store_matrix, store_rows
+from linattn_cli.kernels.triton_common import (
+    dot,
+    kernel,
+    load_matrix,
+    load_rows,
+    store_matrix,
+    store_rows,
+)
 
 
-@triton.jit(do_not_specialize=["T", "chunks"])
+@kernel
 def prepare_adjoint_kernel(
     p_q, p_a, p_decay, p_inverse, p_do, p_dresidual, p_w, p_u, T, chunks, B, H,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
@@ -53,7 +59,7 @@ def prepare_adjoint_kernel(
         store_rows(p_w + row * K, dot(b_x, b_a, DOT, PRECISION), o_t, T, H * K, o_k, K, BK)
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "length"])
+@kernel
 def adjoint_offset_kernel(
     p_q, p_p, p_decay, p_do, p_w, p_u, p_offset, T, chunks, length, B, H,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
@@ -89,7 +95,7 @@ def adjoint_offset_kernel(
     store_matrix(p_offset + i_out * K * V, b_D, o_k, K, V, o_v, V)
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "length"])
+@kernel
 def adjoint_kernel(
     p_q, p_p, p_a, p_decay, p_do, p_residual, p_w, p_u, p_start, p_dv, p_da, p_dots, p_final,
     T, chunks, length, B, H,
@@ -147,7 +153,7 @@ def adjoint_kernel(
         store_matrix(p_final + state * K * V, b_D, o_k, K, V, o_v, V)
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "length"])
+@kernel
 def read_gradient_kernel(
     p_q, p_p, p_a, p_decay, p_do, p_residual, p_dv, p_start, p_dq, p_dp, p_qdots, p_pdots,
     T, chunks, length, B, H,

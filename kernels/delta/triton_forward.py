@@ -19,6 +19,7 @@ from linattn_cli.kernels.triton_common import (
     dot,
     edge_decay,
     exact_dot,
+    kernel,
     load_decay,
     load_matrix,
     load_rows,
@@ -85,7 +86,7 @@ def unit_inverse(b_n, C: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, 
     return b_x
 
 
-@triton.jit(do_not_specialize=["T", "chunks"])
+@kernel
 def prepare_kernel(
     p_p, p_a, p_v, p_decay, p_w, p_u, p_inverse, T, chunks, B, H,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
@@ -113,7 +114,7 @@ def prepare_kernel(
         store_rows(p_u + row * V, dot(b_x, b_v, DOT, PRECISION), o_t, T, H * V, i_v * BV + o_v, V, BV)
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "length"])
+@kernel
 def map_kernel(
     p_a, p_w, p_u, p_decay, p_transition, p_offset, T, chunks, length, B, H,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -149,7 +150,7 @@ def map_kernel(
         store_matrix(p_transition + i_out * K * K, b_S, o_k, K, K, o_x, K)
 
 
-@triton.jit(do_not_specialize=["supers"])
+@kernel
 def chain_kernel(
     p_transition, p_offset, p_initial, p_start, supers, row, column,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -190,7 +191,7 @@ def chain_kernel(
                 store_matrix(p_start + i_next * K * V, b_row, o_r, K, V, o_v, V)
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "length"])
+@kernel
 def output_kernel(
     p_q, p_a, p_w, p_u, p_decay, p_start, p_o, p_residual, p_final, T, chunks, length, B, H,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, G: tl.constexpr,

@@ -20,6 +20,8 @@ from linattn_cli.kernels.triton_common import (
     edge_decay,
     edge_products,
     edge_states,
+    kernel,
+    launch,
     leaving_states,
     load_decay,
     load_matrix,
@@ -34,7 +36,7 @@ from linattn_cli.kernels.triton_common import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "length"])
+@kernel
 def _output_kernel(
     p_q, p_k, p_v, p_decay, p_start, p_x, p_o, p_dots,
     T, chunks, length, B, H, state_row, state_column,
@@ -108,7 +110,8 @@ def _walk(q, k, v, log_decay, starts, *, exclusive, reverse, transposed, chunk, 
     o = torch.empty(B, T, Q, V, dtype=dtype, device=q.device)
     columns, half = triton.cdiv(V, blocks.BV), blocks.dot is tl.bfloat16
     dots = torch.empty(columns, B, T, Q, dtype=torch.float32, device=q.device) if against is not None else starts
-    _output_kernel[(supers * B * Q, columns)](
+    launch(
+        _output_kernel, (supers * B * Q, columns),
         q, k, v, starts if log_decay is None else log_decay, starts, q if against is None else against, o, dots,
         T, chunks, length, B, heads, 1 if transposed else V, K if transposed else 1,
         K=K, V=V, BK=blocks.BK, BV=blocks.BV, C=blocks.C, G=Q // heads, J=k.shape[2] // heads,

@@ -21,7 +21,14 @@ from linattn_cli.kernels.penalty.triton_kernels import (
     inverse_kernel,
     mass_gradient_kernel,
 )
-from linattn_cli.kernels.triton_common import Blocks, choose_blocks, edge_states, refuse_float64, split_time
+from linattn_cli.kernels.triton_common import (
+    Blocks,
+    choose_blocks,
+    edge_states,
+    launch,
+    refuse_float64,
+    split_time,
+)
 from linattn_cli.kernels.types import PenaltyState
 
 STEP = 16  # tokens eliminated at once: elimination is serial, and 32 or 64 were slower (GPU.md)
@@ -66,12 +73,15 @@ def _penalty_gain(u, k, mass, inverse, lambda0, chunk):
     if given:
         inverses.copy_(inverse.unsqueeze(2))
     else:
-        inverse_kernel[(B * H * (supers + 1),)](
-            masses, inverses, lambda0, K=K, BK=blocks.BK, num_warps=4 if blocks.BK <= 64 else 8
-        )
+        launch(
+            inverse_kernel, (B * H * (supers + 1),),
+            masses, inverses, lambda0,
+            K=K, BK=blocks.BK, num_warps=4 if blocks.BK <= 64 else 8,
+        )  # fmt: skip
         final_inverse.copy_(inverses[:, :, -1])
     warps = _warps(blocks.BK)
-    downdate_kernel[(supers * B * H,)](
+    launch(
+        downdate_kernel, (supers * B * H,),
         u, inverses, w, final_inverse, T, length * blocks.C, supers, inverses.shape[2], B, H,
         K=K, BK=blocks.BK, C=STEP, COPIES=warps, FINAL=given, num_warps=warps, num_stages=1,
     )  # fmt: skip
@@ -83,7 +93,8 @@ def _apply(k: Tensor, inverses: Tensor, w: Tensor, x: Tensor, blocks: Blocks, sp
     """Fill x with the gains of k, from the inverses at the edges and the downdates of every token."""
     B, T, H, K = w.shape
     _, length, supers = split
-    apply_kernel[(supers * B * H,)](
+    launch(
+        apply_kernel, (supers * B * H,),
         k, inverses, w, x, T, length * blocks.C, supers, inverses.shape[2], B, H,
         K=K, BK=blocks.BK, C=blocks.C, G=k.shape[2] // H, num_warps=blocks.num_warps, num_stages=1,
     )  # fmt: skip
@@ -136,7 +147,8 @@ def _penalty_gain_backward(d_x, d_mass, d_inverse, u, x, final_inverse, inverses
         d_final = through_inverse if d_final is None else d_final + through_inverse
     edges, total = edge_states(y, x, None, d_final, H, blocks, split, reverse=True)
     d_u = torch.empty_like(u)
-    mass_gradient_kernel[(supers * B * H, triton.cdiv(K, blocks.BV))](
+    launch(
+        mass_gradient_kernel, (supers * B * H, triton.cdiv(K, blocks.BV)),
         u, x, y, edges, d_u, T, tokens, supers, B, H,
         K=K, BK=blocks.BK, BV=blocks.BV, C=blocks.C, G=Q // H,
         DOT=blocks.dot, PRECISION=blocks.precision, num_warps=blocks.num_warps, num_stages=1,

@@ -17,6 +17,7 @@ import triton.language as tl
 from linattn_cli.kernels.triton_common import (
     dot,
     exact_dot,
+    kernel,
     load_matrix,
     load_rows,
     pair_mask,
@@ -61,7 +62,7 @@ def unit_lower_inverse(b_G, C: tl.constexpr):
     return b_T * tl.rsqrt(b_pivots)[:, None, :]
 
 
-@triton.jit
+@kernel
 def inverse_kernel(p_mass, p_inverse, lambda0, K: tl.constexpr, BK: tl.constexpr):
     """`(lambda0 I + P)^-1` of every mass."""
     i_p = tl.program_id(0).to(tl.int64)
@@ -71,7 +72,7 @@ def inverse_kernel(p_mass, p_inverse, lambda0, K: tl.constexpr, BK: tl.constexpr
     store_matrix(p_inverse + i_p * K * K, spd_inverse(b_M, BK), o_k, K, K, o_k, K)
 
 
-@triton.jit(do_not_specialize=["T", "length", "supers"])
+@kernel
 def downdate_kernel(
     p_u, p_inverse, p_w, p_final, T, length, supers, edges, B, H,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, COPIES: tl.constexpr, FINAL: tl.constexpr,
@@ -103,7 +104,7 @@ def downdate_kernel(
         store_matrix(p_final + state * K * K, b_A, o_k, K, K, o_k, K)
 
 
-@triton.jit(do_not_specialize=["T", "length", "supers"])
+@kernel
 def apply_kernel(
     p_k, p_inverse, p_w, p_x, T, length, supers, edges, B, H,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
@@ -127,7 +128,7 @@ def apply_kernel(
         b_A -= exact_dot(tl.trans(b_w), b_w)
 
 
-@triton.jit(do_not_specialize=["T", "length", "supers"])
+@kernel
 def mass_gradient_kernel(
     p_u, p_x, p_y, p_edge, p_du, T, length, supers, B, H,
     K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, G: tl.constexpr,

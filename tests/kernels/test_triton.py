@@ -1,0 +1,317 @@
+"""The Triton kernels against the serial oracles in float64: on a GPU where there is one, else in the interpreter.
+
+The interpreter is slow, so shapes are small; chunks of 16 give several chunks and super-chunks all the same.
+"""
+
+# ruff: noqa: E402 -- the interpreter must be chosen before any kernel is defined
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined
+pytest.importorskip("triton", reason="triton has no wheel for this system")
+
+from linattn_cli.kernels.delta.reference import delta_scan_reference
+from linattn_cli.kernels.delta.triton import _delta_scan, delta_scan_triton
+from linattn_cli.kernels.linear.reference import linear_scan_reference
+from linattn_cli.kernels.linear.triton import _linear_scan, linear_scan_triton
+from linattn_cli.kernels.penalty.reference import penalty_gain_reference
+from linattn_cli.kernels.penalty.triton import _penalty_gain, penalty_gain_triton
+from linattn_cli.kernels.ratio_triton import _ratio_readout, ratio_readout_triton
+from linattn_cli.kernels.rows_triton import _features, features_triton
+from linattn_cli.kernels.types import PenaltyState
+
+DEVICE = "cuda" if GPU else "cpu"
+EPS = torch.finfo(torch.float32).eps
+OPERATORS = {
+    "linear": (linear_scan_triton, linear_scan_reference, ("q", "k", "v")),
+    "delta": (delta_scan_triton, delta_scan_reference, ("q", "p", "a", "v")),
+    "penalty": (penalty_gain_triton, penalty_gain_reference, ("u", "k")),
+}
+
+
+def draw(*shape: int, unit: bool = False) -> Tensor:
+    x = torch.randn(*shape)
+    return normalize(x, dim=-1) if unit else x
+
+
+def scan_tensors(operator: str, B=1, T=37, Q=2, H=2, K=12, V=9, decay="random", initial=True) -> dict[str, Tensor]:
+    """Random inputs of a scan by name; `mixed` decays put -50 among mild ones."""
+    torch.manual_seed(0)
+    tensors = {"q": draw(B, T, Q, K), "v": draw(B, T, H, V)}
+    if operator == "linear":
+        tensors["k"] = draw(B, T, H, K)
+    else:
+        tensors |= {"p": draw(B, T, H, K, unit=True), "a": draw(B, T, H, K, unit=True)}
+    if decay != "none":
+        tensors["log_decay"] = torch.zeros(B, T, H) if decay == "zero" else -0.1 * torch.rand(B, T, H)
+    if decay == "mixed":
+        tensors["log_decay"][:, 2::5] = -50.0
+    if initial:
+        tensors["initial_state"] = draw(B, H, K, V)
+    return tensors
+
+
+def outputs(operator: str, triton: bool, dtype: torch.dtype, tensors: dict[str, Tensor], **flags) -> dict[str, Tensor]:
+    """Outputs and gradients by name; every floating output gets a fixed random upstream gradient."""
+    run = OPERATORS[operator][0 if triton else 1]
+    held = {name: x.to(DEVICE, dtype).requires_grad_() for name, x in tensors.items()}
+    named = dict(held)
+    leading = [named.pop(name) for name in OPERATORS[operator][2]]
+    if operator == "penalty":
+        flags = {"initial_state": None, "chunk_size": 16, **flags}
+        if "mass" in named:
+            mass = named.pop("mass")
+            eye = torch.eye(mass.shape[-1], dtype=torch.float64, device=DEVICE)
+            inverse = torch.linalg.inv(mass.double() + flags["lambda0"] * eye).to(dtype)
+            flags["initial_state"] = PenaltyState(mass, inverse, flags.pop("age"))
+        x, state = run(*leading, **flags)
+        results = {"x": x, "mass": state.mass, "inverse": state.inverse}
+    else:
+        flags = {"log_decay": None, "initial_state": None, "chunk_size": 16, **named, **flags}
+        if operator == "delta":
+            flags["return_residual"] = True
+        names = ("o", "state", "residual")
+        results = dict(zip(names, run(*leading, **flags), strict=False))
+    generator = torch.Generator().manual_seed(1)
+    loss = torch.zeros((), dtype=dtype, device=DEVICE)
+    for name, x in results.items():
+        upstream = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        if name in ("mass", "inverse"):  # these are symmetric, and so is what a caller can ask of them
+            upstream = upstream + upstream.mT
+        loss = loss + (x * upstream.to(DEVICE, dtype)).sum()
+    grads = torch.autograd.grad(loss, list(held.values()))
+    results |= {f"d_{name}": grad for name, grad in zip(held, grads, strict=True)}
+    return {name: x.detach() for name, x in results.items()}
+
+
+def check(operator: str, tensors: dict[str, Tensor], **flags) -> None:
+    """Errors relative to max|float64|: at most 2 x the serial float32 form's own, plus 4 eps."""
+    truth = outputs(operator, False, torch.float64, tensors, **flags)
+    serial = outputs(operator, False, torch.float32, tensors, **flags)
+    ours = outputs(operator, True, torch.float32, tensors, **flags)
+    for name, exact in truth.items():
+        assert ours[name].shape == exact.shape, name
+        assert ours[name].dtype == torch.float32, name
+        if name == "d_mass":  # a mass is symmetric, so only this part of its gradient means anything
+            exact, serial[name], ours[name] = (x + x.mT for x in (exact, serial[name], ours[name]))
+        scale = exact.abs().max()
+        if name == "d_log_decay":  # a cancelling sum (MATH.md section 7)
+            q = tensors["q"].to(exact)
+            scale = torch.maximum(scale, (q * truth["d_q"]).sum(-1).abs().max())
+        error = ((ours[name].double() - exact).abs().max() / scale).item()
+        budget = 2 * ((serial[name].double() - exact).abs().max() / scale).item() + 4 * EPS
+        assert error <= budget, f"{name}: {error:.2e} > {budget:.2e}"
+
+
+@pytest.mark.parametrize(("exclusive", "reverse"), list(itertools.product((False, True), repeat=2)))
+@pytest.mark.parametrize("decay", ["none", "mixed"])
+def test_linear_scan(exclusive: bool, reverse: bool, decay: str) -> None:
+    check("linear", scan_tensors("linear", decay=decay), exclusive=exclusive, reverse=reverse)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("decay", ["none", "mixed"])
+def test_delta_scan(reverse: bool, decay: str) -> None:
+    check("delta", scan_tensors("delta", decay=decay), reverse=reverse)
+
+
+@pytest.mark.parametrize("operator", ["linear", "delta"])
+def test_grouped_queries(operator: str) -> None:
+    flags = {"exclusive": False} if operator == "linear" else {}
+    check(operator, scan_tensors(operator, B=2, T=20, Q=4, H=2, initial=False), reverse=False, **flags)
+
+
+@pytest.mark.parametrize("operator", ["linear", "delta"])
+def test_one_token(operator: str) -> None:
+    flags = {"exclusive": False} if operator == "linear" else {}
+    check(operator, scan_tensors(operator, T=1), reverse=False, **flags)
+
+
+@pytest.mark.parametrize("operator", ["linear", "delta"])
+def test_wide_heads_and_zero_decay(operator: str) -> None:
+    flags = {"exclusive": False} if operator == "linear" else {}
+    tensors = scan_tensors(operator, T=35, Q=1, H=1, K=131, V=70, decay="zero")
+    check(operator, tensors, reverse=False, **flags)
+
+
+def penalty_tensors(B=1, T=37, Q=2, H=2, K=12, mass=False) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    tensors = {"u": draw(B, T, H, K, unit=True) * K**-0.5, "k": draw(B, T, Q, K, unit=True)}
+    if mass:
+        half = draw(B, H, K, 2 * K) * (0.3 * K**-0.5)
+        tensors["mass"] = half @ half.mT
+    return tensors
+
+
+def test_penalty_gain() -> None:
+    check("penalty", penalty_tensors(), lambda0=0.1)
+
+
+def test_penalty_gain_from_a_mass_with_grouped_queries() -> None:
+    check("penalty", penalty_tensors(T=20, Q=4, H=1, mass=True), lambda0=0.1, age=64)
+
+
+def test_a_short_call_starts_from_the_given_inverse() -> None:
+    check("penalty", penalty_tensors(T=5, mass=True), lambda0=0.1, age=20)
+
+
+@pytest.mark.parametrize("K", [72, 130])
+def test_wide_penalty_gain(K: int) -> None:
+    """The one width that needs eight warps, and the one above the registers (library factorisations)."""
+    check("penalty", penalty_tensors(T=18, Q=1, H=1, K=K), lambda0=0.1)
+
+
+def test_age_counts_tokens_since_the_inversion() -> None:
+    tensors = {name: x.to(DEVICE) for name, x in penalty_tensors(T=40).items()}
+    u, k = tensors["u"], tensors["k"]
+    state = None
+    ages = []
+    for begin, end in ((0, 3), (3, 40), (40, 40)):
+        if begin == end:
+            break
+        _, state = penalty_gain_triton(
+            u[:, begin:end], k[:, begin:end], lambda0=0.1, initial_state=state, chunk_size=16
+        )
+        ages.append(state.age)
+    assert ages == [0, 37]
+    _, state = penalty_gain_triton(u[:, :30], k[:, :30], lambda0=0.1, initial_state=state, chunk_size=16)
+    assert state.age == 0
+
+
+@pytest.mark.parametrize("operator", ["linear", "delta", "penalty"])
+def test_a_call_in_two_parts_gives_the_same(operator: str) -> None:
+    tensors = penalty_tensors() if operator == "penalty" else scan_tensors(operator)
+    leading = [tensors.pop(name).to(DEVICE) for name in OPERATORS[operator][2]]
+    run = OPERATORS[operator][0]
+    flags: dict = {"chunk_size": 16}
+    if operator == "penalty":
+        flags |= {"lambda0": 0.1, "initial_state": None}
+    else:
+        flags |= {"reverse": False, **{name: x.to(DEVICE) for name, x in tensors.items()}}
+        flags |= {"exclusive": False} if operator == "linear" else {"return_residual": False}
+    whole, state, *_ = run(*leading, **flags)
+    parts = []
+    for part in (slice(0, 21), slice(21, None)):
+        if "log_decay" in tensors:
+            flags["log_decay"] = tensors["log_decay"][:, part].to(DEVICE)
+        o, flags["initial_state"], *_ = run(*(x[:, part] for x in leading), **flags)
+        parts.append(o)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=16 * EPS * whole.abs().max().item())
+    last = (flags["initial_state"].inverse, state.inverse) if operator == "penalty" else (flags["initial_state"], state)
+    torch.testing.assert_close(*last, rtol=0, atol=32 * EPS * last[1].abs().max().item())
+
+
+@pytest.mark.parametrize("operator", ["linear", "delta", "penalty"])
+def test_two_runs_give_the_same_bits_and_layouts_do_not_matter(operator: str) -> None:
+    if operator == "penalty":
+        tensors, flags = penalty_tensors(T=20), {"lambda0": 0.1}
+    else:
+        tensors = scan_tensors(operator, T=20)
+        flags = {"reverse": False, **({"exclusive": False} if operator == "linear" else {})}
+    first = outputs(operator, True, torch.float32, tensors, **flags)
+    strided = {name: torch.stack((x, x), -1)[..., 0] for name, x in tensors.items()}
+    second = outputs(operator, True, torch.float32, strided, **flags)
+    for name, x in first.items():
+        assert torch.equal(x, second[name]), name
+
+
+@pytest.mark.parametrize("operator", ["linear", "delta", "penalty"])
+def test_float64_is_refused_with_the_remedy(operator: str) -> None:
+    x = torch.zeros(1, 2, 1, 4, dtype=torch.float64, device=DEVICE)
+    flags = {"lambda0": 1.0} if operator == "penalty" else {"log_decay": None, "reverse": False}
+    flags |= {"linear": {"exclusive": False}, "delta": {"return_residual": False}, "penalty": {}}[operator]
+    count = len(OPERATORS[operator][2])
+    with pytest.raises(ValueError, match="use impl='chunk'"):
+        OPERATORS[operator][0](*[x] * count, initial_state=None, chunk_size=None, **flags)
+
+
+@pytest.mark.parametrize("unit", [False, True])
+@pytest.mark.parametrize("name", ["elu1", "silu", "identity"])
+def test_features(name: str, unit: bool) -> None:
+    from linattn_cli.kernels.forms.features import FEATURE_MAPS
+
+    torch.manual_seed(0)
+    x, upstream = draw(2, 3, 2, 11), draw(2, 3, 2, 11)
+    x[0, 0, 0] = 0.0
+    ours = x.to(DEVICE).requires_grad_()
+    y = features_triton(ours, name, unit=unit)
+    (d_ours,) = torch.autograd.grad(y, ours, upstream.to(DEVICE))
+    wide = x.double().requires_grad_()
+    exact = FEATURE_MAPS[name](wide)
+    exact = normalize(exact, dim=-1, eps=1e-12) if unit else exact
+    (d_exact,) = torch.autograd.grad(exact, wide, upstream.double())
+    real = x.abs().sum(-1) > 0 if unit else torch.ones(2, 3, 2, dtype=torch.bool)  # no slope at a zero vector
+    torch.testing.assert_close(y.cpu(), exact.float(), rtol=0, atol=4 * EPS * exact.abs().max().item())
+    scale = d_exact[real].abs().max().item()
+    torch.testing.assert_close(d_ours.cpu()[real], d_exact[real].float(), rtol=0, atol=8 * EPS * scale)
+
+
+def test_ratio_readout() -> None:
+    torch.manual_seed(0)
+    tensors = [draw(1, 37, 4, 9), draw(1, 37, 4, 12).abs(), draw(1, 37, 2, 12).abs(), draw(1, 2, 12).abs()]
+    tensors[1][0, 5] = -1.0  # a negative denominator is clamped, and has no gradient
+    upstream, d_last = draw(1, 37, 4, 9), draw(1, 2, 12)
+    upstream[0, 5] = 0.0  # the quotient there is 1e4 times the others
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        o, q, k, z = (x.to(DEVICE, dtype).requires_grad_() for x in tensors)
+        if dtype == torch.float32:
+            y, den, last = ratio_readout_triton(o, q, k, z, 1e-4)
+            clamped = (den < 1e-4).sum().item()
+        else:
+            sums = z.unsqueeze(1) + k.cumsum(1)
+            den = (q * sums.repeat_interleave(2, dim=2)).sum(-1, keepdim=True)
+            y, last = o / den.clamp_min(1e-4), sums[:, -1]
+            assert clamped == (den < 1e-4).sum().item() == 4
+        loss = (y * upstream.to(DEVICE, dtype)).sum() + (last * d_last.to(DEVICE, dtype)).sum()
+        results.append((y, last, *torch.autograd.grad(loss, (o, q, k, z))))
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=0, atol=16 * EPS * exact.abs().max().item())
+
+
+SMALL = {"device": DEVICE, "requires_grad": True}
+
+
+@pytest.mark.parametrize("name", ["linear", "delta", "penalty", "ratio", "features"])
+def test_operators_are_registered_as_torch_expects(name: str) -> None:
+    x, v = torch.randn(1, 3, 1, 4, **SMALL), torch.randn(1, 3, 1, 5, **SMALL)
+    state, decay = torch.randn(1, 1, 4, 5, **SMALL), torch.full((1, 3, 1), -0.1, **SMALL)
+    operator, arguments = {
+        "linear": (_linear_scan, (x, x, v, decay, state, False, False, 0)),
+        "delta": (_delta_scan, (x, x, x, v, decay, state, False, 0, True, True)),
+        "penalty": (_penalty_gain, (x, x, None, None, 0.1, 0)),
+        "ratio": (_ratio_readout, (v, x, x, None, 1e-4)),
+        "features": (_features, (x, "elu1", True)),
+    }[name]
+    torch.library.opcheck(
+        operator, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    )
+
+
+def test_compiles_as_one_graph() -> None:
+    torch.manual_seed(0)
+
+    def mixer(u: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        flags = {"initial_state": None, "chunk_size": 16}
+        x, _ = penalty_gain_triton(u, k, lambda0=0.1, **flags)
+        scan = {"log_decay": None, "reverse": False, **flags}
+        o, _, _ = delta_scan_triton(k, k, normalize(x, dim=-1), v, return_residual=False, **scan)
+        return linear_scan_triton(k, k, o, exclusive=False, **scan)[0]
+
+    leaves = [draw(1, 5, 1, 4, unit=True).to(DEVICE).requires_grad_() for _ in range(3)]
+    compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (mixer, compiled):
+        o = function(*leaves)
+        results.append((o, *torch.autograd.grad(o.square().sum(), leaves)))
+    for eager, graph in zip(*results, strict=True):
+        assert torch.equal(eager, graph)
