@@ -76,9 +76,10 @@ class _Chunks(NamedTuple):
         residual = add_product(through_start, masked(x @ self.u.mT, None, 0), self.u, sign=-1)
         return x + self._downdated(residual)
 
-    def last_inverse(self) -> Tensor:
-        """A after the last token, `[B, H, K, K]`."""
-        return self.inverses[-1] - self.downdates[-1].mT @ self.downdates[-1]
+    def last_inverse(self, matrix: Tensor) -> Tensor:
+        """A after the last token, `[B, H, K, K]`, refined once by the residual of its `matrix` M as `gains` is."""
+        rough = self.inverses[-1] - self.downdates[-1].mT @ self.downdates[-1]
+        return 2 * rough - rough @ matrix @ rough
 
     def _downdated(self, k: Tensor) -> Tensor:
         scores = masked(k @ self.downdates.mT, None, 0)
@@ -105,7 +106,7 @@ class _PenaltyChunk(torch.autograd.Function):
         downdates = torch.linalg.solve_triangular(factor.mT, projected.mT, upper=True, left=False).mT
         chunks = _Chunks(u, regularised(masses[:-1], lambda0), inverses, downdates)
         x = chunks.gains(k)
-        final_inverse = inverse(final_mass, lambda0) if fresh else chunks.last_inverse()
+        final_inverse = inverse(final_mass, lambda0) if fresh else chunks.last_inverse(regularised(final_mass, lambda0))
         ctx.save_for_backward(x, final_inverse, *chunks)
         return x, final_mass, final_inverse
 
