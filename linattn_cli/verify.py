@@ -31,6 +31,12 @@ ILL_CONDITIONED = 1e4
 SMALL = {"tokens": 11, "key_dim": 4, "value_dim": 3}
 """Sizes at which the serial oracle meets its brute force, cubic in T."""
 
+BEYOND_DOUBT = 4.0
+"""An error this many times its budget is wrong whatever the draw; below, the serial error is measured again."""
+
+FURTHER_SEEDS = (1_000_003, 2_000_003, 3_000_017, 4_000_037)
+"""Added to the seed for the further draws."""
+
 Row = dict[str, Any]
 
 
@@ -104,40 +110,81 @@ class _Quantity:
 
 @dataclass(frozen=True)
 class _Reference:
-    """The float64 run that judges, the budgets it allows, and where residuals take its place."""
+    """The float64 run that judges, the serial errors that set the budgets, and where residuals take its place."""
 
     against: str
     quantities: dict[str, _Quantity]
-    budgets: dict[str, Budget]
+    serial: dict[str, Comparison]
     condition: float | None
     by_residual: bool
+
+    def budget(self, name: str, dtype: torch.dtype) -> Budget:
+        return budget(dtype, self.serial[name], gradient=self.quantities[name].gradient)
 
 
 def _verify_dtype(
     case: Case, forms: list[Form], dtype: torch.dtype, sizes: Sizes, seed: int, device: str
 ) -> Iterator[Row]:
     inputs = draw(case, dtype, sizes, seed, device)
-    wide = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
-    reference = _reference(case, inputs, wide, dtype, sizes, seed)
+    reference = _reference(case, inputs, dtype, sizes, seed)
+    further: dict[str, Comparison] | None = None
     for form in forms:
-        try:
-            run = execute(case, inputs, form, gradients=form.gradients, seed=seed, dtype=dtype)
-        except (ValueError, RuntimeError, AssertionError) as error:
-            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-                raise
-            found, crash = {}, f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        else:
-            found, crash = _measured(case, wide, run, reference.by_residual), ""
-        for name, quantity in reference.quantities.items():
-            if quantity.gradient and not form.gradients:
-                continue
-            if crash:
-                comparison = Comparison(None, None, problem=crash)
-            else:
-                got = found.get(name)
-                comparison = compare(got, quantity.expected, dtype=quantity.dtype, scale=quantity.scale)
+        for name, comparison in _compared(case, inputs, form, reference, dtype, seed):
+            allowed = reference.budget(name, dtype)
+            if dtype != torch.float64 and 1 < _share(comparison, allowed) < BEYOND_DOUBT:
+                if further is None:
+                    further = _further_errors(case, dtype, sizes, seed, device)
+                more = budget(dtype, further.get(name, reference.serial[name]), gradient=False)
+                allowed = Budget(max(allowed.max_error, more.max_error), max(allowed.rms_ratio, more.rms_ratio))
             row = row_of(case, form.name, reference.against, dtype, name, sizes)
-            yield row | judged(comparison, reference.budgets[name]) | {"condition": reference.condition}
+            yield row | judged(comparison, allowed) | {"condition": reference.condition}
+
+
+def _compared(
+    case: Case, inputs: Inputs, form: Form, reference: _Reference, dtype: torch.dtype, seed: int
+) -> Iterator[tuple[str, Comparison]]:
+    """Each quantity of a form against the reference; a form that raises has a problem in all of them."""
+    try:
+        run = execute(case, inputs, form, gradients=form.gradients, seed=seed, dtype=dtype)
+    except Exception as error:  # a form that cannot even run is what this looks for
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
+            raise
+        crash = Comparison(None, None, problem=f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        found = {}
+    else:
+        crash = None
+        found = _measured(case, _widened(inputs), run, reference.by_residual)
+    for name, quantity in reference.quantities.items():
+        if form.gradients or not quantity.gradient:
+            yield name, crash or compare(found.get(name), quantity.expected, dtype=quantity.dtype, scale=quantity.scale)
+
+
+def _share(found: Comparison, allowed: Budget) -> float:
+    if found.max_error is None or found.rms_ratio is None:
+        return float("inf")
+    return max(found.max_error / allowed.max_error, found.rms_ratio / allowed.rms_ratio)
+
+
+def _further_errors(case: Case, dtype: torch.dtype, sizes: Sizes, seed: int, device: str) -> dict[str, Comparison]:
+    """The largest serial errors over a few more draws of the inputs.
+
+    The error of one draw is itself random, and a form as accurate as the serial recurrence would now and then
+    be called wrong by it.
+    """
+    largest: dict[str, Comparison] = {}
+    for other in FURTHER_SEEDS:
+        inputs = draw(case, dtype, sizes, seed + other, device)
+        for name, error in _reference(case, inputs, dtype, sizes, seed).serial.items():
+            known = largest.get(name, Comparison(0.0, 0.0))
+            assert None not in (error.max_error, error.rms_ratio, known.max_error, known.rms_ratio)
+            largest[name] = Comparison(
+                max(error.max_error or 0.0, known.max_error or 0.0), max(error.rms_ratio or 0.0, known.rms_ratio or 0.0)
+            )
+    return largest
+
+
+def _widened(inputs: Inputs) -> dict[str, Tensor]:
+    return {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
 
 
 def _verify_serial(case: Case, sizes: Sizes, seed: int) -> Row:
@@ -195,20 +242,20 @@ def _unjudged(status: str, reason: str) -> Row:
     }
 
 
-def _reference(case: Case, inputs: Inputs, wide: Inputs, dtype: torch.dtype, sizes: Sizes, seed: int) -> _Reference:
+def _reference(case: Case, inputs: Inputs, dtype: torch.dtype, sizes: Sizes, seed: int) -> _Reference:
+    wide = _widened(inputs)
     oracle = SERIAL if sizes.tokens <= LONGEST_SERIAL else CHUNK
     truth = execute(case, wide, oracle, gradients=True, seed=seed, dtype=dtype)
     condition = None if case.judge is None else case.judge(wide, truth.values).condition
     by_residual = dtype != torch.float64 and condition is not None and condition > ILL_CONDITIONED
     quantities = _quantities(case, wide, truth, dtype, by_residual)
-    budgets = {name: budget(dtype, Comparison(0.0, 0.0), gradient=q.gradient) for name, q in quantities.items()}
+    errors = {name: Comparison(0.0, 0.0) for name in quantities}
     if dtype != torch.float64:
         serial = execute(case, inputs, SERIAL, gradients=True, seed=seed, dtype=dtype)
         measured = _measured(case, wide, serial, by_residual)
         for name, q in quantities.items():
-            error = compare(measured.get(name), q.expected, dtype=q.dtype, scale=q.scale)
-            budgets[name] = budget(dtype, error, gradient=q.gradient)
-    return _Reference(f"{oracle.name} float64", quantities, budgets, condition, by_residual)
+            errors[name] = compare(measured.get(name), q.expected, dtype=q.dtype, scale=q.scale)
+    return _Reference(f"{oracle.name} float64", quantities, errors, condition, by_residual)
 
 
 def _quantities(case: Case, wide: Inputs, truth: Run, dtype: torch.dtype, by_residual: bool) -> dict[str, _Quantity]:
@@ -229,12 +276,14 @@ def _quantities(case: Case, wide: Inputs, truth: Run, dtype: torch.dtype, by_res
         return wanted  # a gradient of an ill-conditioned inverse has no digits to compare
     for name, gradient in truth.gradients.items():
         if gradient is None:
-            continue
+            gradient = torch.zeros_like(wide[name])
         scale = Scale.of(gradient)
-        if name == "log_decay" and truth.gradients.get("q") is not None:
-            # It is a difference of sums that cancel: relative to what is summed (MATH.md, section 7).
-            terms = Scale.of((wide["q"] * truth.gradients["q"]).sum(-1))
-            scale = Scale(max(scale.peak, terms.peak), max(scale.rms, terms.rms))
+        if name == "log_decay":
+            # It is a difference of sums that cancel: relative to what is summed (MATH.md, section 7). Where a
+            # mixer normalises q, q.dq is zero, and v.dv, which is a.da in both scans, tells the size.
+            terms = [(wide[x] * truth.gradients[x]).sum(-1) for x in ("q", "v")]
+            sizes = [scale, *map(Scale.of, terms)]
+            scale = Scale(max(size.peak for size in sizes), max(size.rms for size in sizes))
         wanted[f"grad {name}"] = _Quantity(gradient, input_dtype(name, dtype), scale, gradient=True)
     return wanted
 

@@ -91,13 +91,13 @@ def _shifted(operator: str, right: Callable[..., tuple], tensors: tuple[Tensor, 
     """The output without the token's own write; states are right, so only the mask is wrong."""
     if operator == "linear_scan":
         return right(*tensors, **options | {"exclusive": True})
-    results = right(*tensors, **options)
     if operator == "penalty_gain":
+        results = right(*tensors, **options)
         u, k = tensors
         late = torch.cat((torch.zeros_like(u[:, :1]), u[:, :-1]), dim=1)
         return (right(late, k, **options)[0], *results[1:])
     q, _, a, _ = tensors
-    o, state, residual = results
+    o, state, residual = right(*tensors, **options | {"return_residual": True})
     groups = q.shape[2] // a.shape[2]
     a, residual_per_query = (x.repeat_interleave(groups, dim=2) for x in (a, residual))
     own = (q * a).sum(-1, keepdim=True) * residual_per_query
@@ -124,7 +124,9 @@ def _in_chunks(right: Callable[..., tuple], tensors: tuple[Tensor, ...], options
             state = _rounded(state)
         parts[start] = (o, *rest)
     pieces = [parts[start] for start in starts]
-    whole = [_padded(torch.cat(column, dim=1), tokens) for column in zip(*pieces, strict=True)]
+    whole = [
+        None if column[0] is None else _padded(torch.cat(column, dim=1), tokens) for column in zip(*pieces, strict=True)
+    ]
     return (whole[0], state, *whole[1:])
 
 

@@ -78,9 +78,9 @@ def chunk_size_for(tokens: int) -> int:
     """Short enough for several chunks, and never a divisor of T, so that there is a tail.
 
     >>> chunk_size_for(97), chunk_size_for(128), chunk_size_for(4096), chunk_size_for(1)
-    (24, 24, 63, 24)
+    (24, 24, 63, 16)
     """
-    size = 24 if tokens <= 512 else 64
+    size = 16 if tokens <= 64 else 24 if tokens <= 512 else 64
     while size > 3 and tokens >= size and tokens % size == 0:
         size -= 1
     return size
