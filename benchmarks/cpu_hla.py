@@ -3,8 +3,9 @@
     python benchmarks/cpu_hla.py speed            the table of forward + backward times
     python benchmarks/cpu_hla.py memory           peak memory of forward + backward at 2k, 4k and 8k tokens
 
-Times are the least of several runs, the forms taking turns, so that a busy machine slows all of them alike. Memory
-is the growth of the process's peak resident set in a process of its own, less the inputs.
+Times are the least of several runs, the forms taking turns, so that a busy machine slows all of them alike; the
+processor time beside them does not see what else runs. Memory is what a step adds to the resident set of a process
+of its own, at its peak.
 """
 
 from __future__ import annotations
@@ -73,15 +74,23 @@ def step(name: str, inputs: dict[str, torch.Tensor], upstream: torch.Tensor) -> 
 def speed(tokens: int, rounds: int) -> list[dict[str, object]]:
     upstream = torch.randn(BATCH, tokens, HEADS, DIM)
     drawn = {name: draw(name, tokens) for name in FORMS}
-    best = dict.fromkeys(FORMS, float("inf"))
+    best, work = (dict.fromkeys(FORMS, float("inf")) for _ in range(2))
     for _ in range(rounds):
         for name, inputs in drawn.items():
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             step(name, inputs, upstream)
             best[name] = min(best[name], time.perf_counter() - start)
+            work[name] = min(work[name], time.process_time() - used)
     return [
-        {"form": name, "seq_len": tokens, "time_ms": 1e3 * least, "times_linear": least / best["linear"]}
-        for name, least in best.items()
+        {
+            "form": name,
+            "seq_len": tokens,
+            "time_ms": 1e3 * best[name],
+            "times_linear": best[name] / best["linear"],
+            "cpu_ms": 1e3 * work[name],
+            "cpu_times_linear": work[name] / work["linear"],
+        }
+        for name in FORMS
     ]
 
 
