@@ -38,8 +38,7 @@ def delta_scan_chunk(
     if reverse:
         return _reversed(q, p, a, v, log_decay, initial_state, return_residual, chunk_size)
     batch, tokens, heads, key_dim = p.shape
-    # the inverse of a chunk costs C^3, the loop over chunks K V: short chunks for small heads
-    size = choose_chunk_size(tokens, chunk_size, longest=32 if key_dim <= 64 else 64)
+    size = choose_chunk_size(tokens, chunk_size, longest=_longest_chunk(batch * heads, key_dim))
     dtype = state_dtype(p.dtype)
     if initial_state is None:
         initial_state = p.new_zeros(batch, heads, key_dim, v.shape[3], dtype=dtype)
@@ -53,6 +52,16 @@ def delta_scan_chunk(
     )
     o = queries_from_chunks(o, size, tokens, v.dtype)
     return o, final_state, from_chunks(residual, tokens, dtype) if return_residual else None
+
+
+def _longest_chunk(batch_heads: int, key_dim: int) -> int:
+    """The inverse of a chunk costs C^3 and rounding grows with C; the loop over chunks costs a launch each.
+
+    So: short chunks for small heads, shortest where many of them share one pass of the loop.
+    """
+    if key_dim > 64:
+        return 64
+    return 24 if batch_heads >= 32 else 32
 
 
 def _reversed(

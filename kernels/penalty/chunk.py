@@ -17,8 +17,8 @@ from linattn_cli.kernels.layout import choose_chunk_size, queries_from_chunks, q
 from linattn_cli.kernels.penalty.inverse import REFRESH, inverse, regularised, start
 from linattn_cli.kernels.types import PenaltyState, state_dtype
 
-LONGEST_CHUNK = 32
-"""The Cholesky factor of a chunk costs C^3 on few tokens; beyond 32 that outweighs the fewer inverses."""
+LONGEST_CHUNK = 40
+"""The Cholesky factor of a chunk costs C^3 on few tokens; beyond 40 that outweighs the fewer inverses."""
 
 
 def penalty_gain_chunk(
