@@ -89,11 +89,16 @@ def refuse_float64(operator: str, *tensors: Tensor) -> None:
         raise ValueError(f"impl='triton' of {operator} has no float64; use impl='chunk' for float64 inputs")
 
 
+SPECIALISED = ("B", "H")  # numbers that compile to another kernel where they are 1 or a multiple of 16
+
+
 def kernel(function: Callable) -> Any:
-    """`triton.jit` for kernels that `launch` runs: pointers are named `p_*`, numbers are not specialised on."""
+    """`triton.jit` for kernels that `launch` runs: pointers are named `p_*`, T and its kin are not specialised on."""
     parameters = inspect.signature(function).parameters.values()
     numbers = [p.name for p in parameters if p.annotation != "tl.constexpr" and not p.name.startswith("p_")]
-    return triton.jit(function, do_not_specialize=numbers)
+    compiled = triton.jit(function, do_not_specialize=[name for name in numbers if name not in SPECIALISED])
+    compiled.specialised = [i for i, p in enumerate(parameters) if p.name in SPECIALISED]
+    return compiled
 
 
 _compiled: dict[tuple, Any] = {}
@@ -104,25 +109,28 @@ def launch(function: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int
 
     A kernel is looked up by what it was compiled for, the sizes and the dtype and alignment of each pointer,
     and launched directly. Triton's own way there takes 70 us, longer than most kernels below 8k tokens run.
-    Tensors come first among the arguments; they may be on a GPU that is not the current one.
+    A tensor comes first among the arguments; it may be on a GPU that is not the current one.
     """
     if INTERPRETED.value:
         function[grid](*arguments, **sizes)
         return
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
-    device = tensors[0].device.index
+    device = arguments[0].device.index
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             launch(function, grid, *arguments, num_warps=num_warps, num_stages=num_stages, **sizes)
         return
     constants = [sizes[name] for name in function.arg_names[len(arguments) :]]
-    pointers = [(x.dtype, x.data_ptr() % 16 == 0) for x in tensors]
-    key = (id(function), device, num_warps, num_stages, *constants, *pointers)
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = function[grid](*arguments, **sizes, num_warps=num_warps, num_stages=num_stages)
+    key = [id(function), device, num_warps, num_stages, *constants]
+    for x in arguments:
+        if isinstance(x, Tensor):
+            key += (x.dtype, x.data_ptr() % 16)
+    for i in function.specialised:
+        key += (arguments[i] == 1, arguments[i] % 16 == 0)
+    found = _compiled.get(tuple(key))
+    if found is None:
+        _compiled[tuple(key)] = function[grid](*arguments, **sizes, num_warps=num_warps, num_stages=num_stages)
     else:
-        compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
+        found[(*grid, 1, 1)[:3]](*arguments, *constants)
 
 
 @triton.jit

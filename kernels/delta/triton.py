@@ -36,7 +36,7 @@ from linattn_cli.kernels.triton_common import (
 
 def _plan(p: Tensor, V: int, chunk: int) -> tuple[Blocks, tuple[int, int, int]]:
     B, T, H, K = p.shape
-    blocks = choose_blocks(K, V, p.dtype, chunk or None)
+    blocks = choose_blocks(K, V, p.dtype, chunk or None, widest=128 if p.dtype == torch.bfloat16 else 64)
     return blocks, split_time(T, blocks.C, B * H * triton.cdiv(V, blocks.BV), p.device)
 
 
@@ -57,8 +57,7 @@ def _edges(transition, offset, initial, *, reverse: bool, transposed: bool) -> T
     launch(
         chain_kernel, (B * H, triton.cdiv(V, BV)),
         transition, offset, starts if initial is None else initial, starts, supers,
-        1 if transposed else K, K if transposed else 1,
-        K=K, V=V, BK=BK, BV=BV, INITIAL=initial is not None, REVERSE=reverse,
+        K=K, V=V, BK=BK, BV=BV, INITIAL=initial is not None, REVERSE=reverse, TRANSPOSED=transposed,
         num_warps=4 if BK <= 64 else 8,
     )  # fmt: skip
     return starts

@@ -152,15 +152,17 @@ def map_kernel(
 
 @kernel
 def chain_kernel(
-    p_transition, p_offset, p_initial, p_start, supers, row, column,
+    p_transition, p_offset, p_initial, p_start, supers,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    INITIAL: tl.constexpr, REVERSE: tl.constexpr,
+    INITIAL: tl.constexpr, REVERSE: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """States at the edges, `start_{i+1} = F_i start_i + Y_i`, always to full float32.
 
-    `row` and `column` are the strides of F: the backward chains its transpose. A K above 128 does not fit the
-    registers; the state then goes from step to step through `p_start` itself.
+    TRANSPOSED: chain the transposes of F, as the backward does. A K above 128 does not fit the registers; the
+    state then goes from step to step through `p_start` itself.
     """
+    row: tl.constexpr = 1 if TRANSPOSED else K
+    column: tl.constexpr = K if TRANSPOSED else 1
     i_h, i_v = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     p_transition += i_h * supers * K * K

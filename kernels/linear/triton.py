@@ -39,16 +39,17 @@ from linattn_cli.kernels.triton_common import (
 @kernel
 def _output_kernel(
     p_q, p_k, p_v, p_decay, p_start, p_x, p_o, p_dots,
-    T, chunks, length, B, H, state_row, state_column,
+    T, chunks, length, B, H,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     G: tl.constexpr, J: tl.constexpr,
     DECAY: tl.constexpr, REVERSE: tl.constexpr, STRICT: tl.constexpr, DOTS: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    TRANSPOSED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Walk one super-chunk of one output head from its edge state.
 
     H state heads; an output head h reads state head h // G, which sums J key heads. One of G and J is 1.
-    DOTS also writes `x_t . o_t`, from the float32 output, for the gradient of the log-decay.
+    TRANSPOSED: the edge states are stored `[V, K]`. DOTS: also write `x_t . o_t`, from the float32 output, for
+    the gradient of the log-decay.
     """
     i_p, i_v = tl.program_id(0), tl.program_id(1)
     i_s, i_b, i_q = i_p // (B * H * G), i_p % (B * H * G) // (H * G), i_p % (H * G)
@@ -62,7 +63,7 @@ def _output_kernel(
     p_v += (row * H + i_h) * J * V
     p_decay += row * H + i_h
     p_start += ((i_b * H + i_h).to(tl.int64) * tl.cdiv(chunks, length) + i_s) * K * V
-    b_S = load_matrix(p_start, o_k, K, state_row, o_v, V, state_column)
+    b_S = load_matrix(p_start, o_k, K, 1 if TRANSPOSED else V, o_v, V, K if TRANSPOSED else 1)
     first = i_s * length
     count = tl.minimum(length, chunks - first)
     for n in range(count):
@@ -113,9 +114,9 @@ def _walk(q, k, v, log_decay, starts, *, exclusive, reverse, transposed, chunk, 
     launch(
         _output_kernel, (supers * B * Q, columns),
         q, k, v, starts if log_decay is None else log_decay, starts, q if against is None else against, o, dots,
-        T, chunks, length, B, heads, 1 if transposed else V, K if transposed else 1,
+        T, chunks, length, B, heads,
         K=K, V=V, BK=blocks.BK, BV=blocks.BV, C=blocks.C, G=Q // heads, J=k.shape[2] // heads,
-        DECAY=log_decay is not None, REVERSE=reverse, STRICT=exclusive, DOTS=against is not None,
+        DECAY=log_decay is not None, REVERSE=reverse, STRICT=exclusive, DOTS=against is not None, TRANSPOSED=transposed,
         DOT=blocks.dot, PRECISION=blocks.precision,
         num_warps=blocks.num_warps, num_stages=3 if half and blocks.BK <= 64 else 2,
     )  # fmt: skip

@@ -83,7 +83,7 @@ def _penalty_gain(u, k, mass, inverse, lambda0, chunk):
     launch(
         downdate_kernel, (supers * B * H,),
         u, inverses, w, final_inverse, T, length * blocks.C, supers, inverses.shape[2], B, H,
-        K=K, BK=blocks.BK, C=STEP, COPIES=warps, FINAL=given, num_warps=warps, num_stages=1,
+        K=K, BK=blocks.BK, C=STEP, COPIES=warps, FINAL=given, num_warps=warps, num_stages=2,
     )  # fmt: skip
     _apply(k, inverses, w, x, blocks, split)
     return x, final_mass, final_inverse, inverses, w

@@ -3,11 +3,9 @@
 The interpreter is slow, so shapes are small; chunks of 16 give several chunks and super-chunks all the same.
 """
 
-# ruff: noqa: E402 -- the interpreter must be chosen before any kernel is defined
 from __future__ import annotations
 
 import itertools
-import os
 
 import pytest
 import torch
@@ -15,19 +13,19 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined
-pytest.importorskip("triton", reason="triton has no wheel for this system")
-
-from linattn_cli.kernels.delta.reference import delta_scan_reference
-from linattn_cli.kernels.delta.triton import _delta_scan, delta_scan_triton
-from linattn_cli.kernels.linear.reference import linear_scan_reference
-from linattn_cli.kernels.linear.triton import _linear_scan, linear_scan_triton
-from linattn_cli.kernels.penalty.reference import penalty_gain_reference
-from linattn_cli.kernels.penalty.triton import _penalty_gain, penalty_gain_triton
-from linattn_cli.kernels.ratio_triton import _ratio_readout, ratio_readout_triton
-from linattn_cli.kernels.rows_triton import _features, features_triton
-from linattn_cli.kernels.types import PenaltyState
+pytest.importorskip("triton", reason="triton has no wheel for this system")  # imported by conftest.py
+with pytest.MonkeyPatch.context() as patch:
+    if not GPU:
+        patch.setenv("TRITON_INTERPRET", "1")
+    from linattn_cli.kernels.delta.reference import delta_scan_reference
+    from linattn_cli.kernels.delta.triton import _delta_scan, delta_scan_triton
+    from linattn_cli.kernels.linear.reference import linear_scan_reference
+    from linattn_cli.kernels.linear.triton import _linear_scan, linear_scan_triton
+    from linattn_cli.kernels.penalty.reference import penalty_gain_reference
+    from linattn_cli.kernels.penalty.triton import _penalty_gain, penalty_gain_triton
+    from linattn_cli.kernels.ratio_triton import _ratio_readout, ratio_readout_triton
+    from linattn_cli.kernels.rows_triton import _features, features_triton
+    from linattn_cli.kernels.types import PenaltyState
 
 DEVICE = "cuda" if GPU else "cpu"
 EPS = torch.finfo(torch.float32).eps
@@ -36,6 +34,13 @@ OPERATORS = {
     "delta": (delta_scan_triton, delta_scan_reference, ("q", "p", "a", "v")),
     "penalty": (penalty_gain_triton, penalty_gain_reference, ("u", "k")),
 }
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no GPU, kernels run in the interpreter, here and in no other test."""
+    if not GPU:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def draw(*shape: int, unit: bool = False) -> Tensor:

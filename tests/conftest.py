@@ -1,0 +1,16 @@
+"""Settings of every test run."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton decides when it is first imported whether its own library can be interpreted; only the tests of the
+    # kernels (test_triton.py) then turn the interpreter on.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        with contextlib.suppress(ImportError):
+            import triton.language  # noqa: F401
