@@ -88,9 +88,7 @@ def test_a_second_process_is_refused_until_the_first_is_killed(run):
         "import sys, time; from pathlib import Path; from linattn_cli.runs import RunFolder\n"
         "run = RunFolder.resume(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(run.path)], stdout=subprocess.PIPE, text=True
-    ) as child:
+    with subprocess.Popen([sys.executable, "-c", code, str(run.path)], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "held\n"
         for attempt in (RunFolder.resume, lambda path: RunFolder.create(path, stem="x")):
