@@ -37,8 +37,8 @@ def penalty_gain_chunk(
     size = choose_chunk_size(tokens, chunk_size, longest=LONGEST_CHUNK)
     dtype = state_dtype(u.dtype)
     mass, first_inverse, age = start(u, lambda0, initial_state)
-    # only short calls, decoding above all, pass on an inverse that carries their own downdates
-    fresh = age + tokens >= REFRESH
+    # only decoding passes on an inverse that carries its own downdate: those of several tokens at once cancel
+    fresh = tokens > 1 or age + tokens >= REFRESH
     x, final_mass, final_inverse = _PenaltyChunk.apply(
         to_chunks(u, size, dtype),
         queries_to_chunks(k, heads, size, dtype),
@@ -72,14 +72,15 @@ class _Chunks(NamedTuple):
         no such cancellation, and one correction brings x to what the conditioning of `M_t` itself allows.
         """
         x = self._downdated(k)
+        if self.u.shape[-2] == 1:
+            return x  # one token, one downdate: nothing cancels that a correction would not lose again
         through_start = add_product(k, x, self.matrices, sign=-1)
         residual = add_product(through_start, masked(x @ self.u.mT, None, 0), self.u, sign=-1)
         return x + self._downdated(residual)
 
-    def last_inverse(self, matrix: Tensor) -> Tensor:
-        """A after the last token, `[B, H, K, K]`, refined once by the residual of its `matrix` M as `gains` is."""
-        rough = self.inverses[-1] - self.downdates[-1].mT @ self.downdates[-1]
-        return 2 * rough - rough @ matrix @ rough
+    def last_inverse(self) -> Tensor:
+        """A after the last token, `[B, H, K, K]`."""
+        return self.inverses[-1] - self.downdates[-1].mT @ self.downdates[-1]
 
     def _downdated(self, k: Tensor) -> Tensor:
         scores = masked(k @ self.downdates.mT, None, 0)
@@ -106,7 +107,7 @@ class _PenaltyChunk(torch.autograd.Function):
         downdates = torch.linalg.solve_triangular(factor.mT, projected.mT, upper=True, left=False).mT
         chunks = _Chunks(u, regularised(masses[:-1], lambda0), inverses, downdates)
         x = chunks.gains(k)
-        final_inverse = inverse(final_mass, lambda0) if fresh else chunks.last_inverse(regularised(final_mass, lambda0))
+        final_inverse = inverse(final_mass, lambda0) if fresh else chunks.last_inverse()
         ctx.save_for_backward(x, final_inverse, *chunks)
         return x, final_mass, final_inverse
 
