@@ -247,8 +247,8 @@ def _reference(case: Case, inputs: Inputs, dtype: torch.dtype, sizes: Sizes, see
     oracle = SERIAL if sizes.tokens <= LONGEST_SERIAL else CHUNK
     truth = execute(case, wide, oracle, gradients=True, seed=seed, dtype=dtype)
     condition = None if case.judge is None else case.judge(wide, truth.values).condition
-    by_residual = dtype != torch.float64 and condition is not None and condition > ILL_CONDITIONED
-    quantities = _quantities(case, wide, truth, dtype, by_residual)
+    by_residual = _by_residual(dtype, condition)
+    quantities = _quantities(case, wide, truth, dtype, condition)
     errors = {name: Comparison(0.0, 0.0) for name in quantities}
     if dtype != torch.float64:
         serial = execute(case, inputs, SERIAL, gradients=True, seed=seed, dtype=dtype)
@@ -258,11 +258,17 @@ def _reference(case: Case, inputs: Inputs, dtype: torch.dtype, sizes: Sizes, see
     return _Reference(f"{oracle.name} float64", quantities, errors, condition, by_residual)
 
 
-def _quantities(case: Case, wide: Inputs, truth: Run, dtype: torch.dtype, by_residual: bool) -> dict[str, _Quantity]:
+def _by_residual(dtype: torch.dtype, condition: float | None) -> bool:
+    return dtype != torch.float64 and condition is not None and condition > ILL_CONDITIONED
+
+
+def _quantities(
+    case: Case, wide: Inputs, truth: Run, dtype: torch.dtype, condition: float | None
+) -> dict[str, _Quantity]:
     """What is judged, with the dtype it must have and what its errors are relative to."""
     wanted: dict[str, _Quantity] = {}
     residuals: dict[str, Tensor] = {}
-    if by_residual:
+    if _by_residual(dtype, condition):
         assert case.judge is not None
         residuals = case.judge(wide, truth.values).residuals
     for name, value in truth.values.items():
@@ -272,8 +278,8 @@ def _quantities(case: Case, wide: Inputs, truth: Run, dtype: torch.dtype, by_res
             continue
         wide_state = name.startswith(STATE_PRECISION) and not case.cached
         wanted[name] = _Quantity(value, state_dtype(dtype) if wide_state else dtype, Scale.of(value))
-    if by_residual:
-        return wanted  # a gradient of an ill-conditioned inverse has no digits to compare
+    if condition is not None and condition > ILL_CONDITIONED:
+        return wanted  # the error of a gradient grows with the square of the condition number
     for name, gradient in truth.gradients.items():
         if gradient is None:
             gradient = torch.zeros_like(wide[name])
