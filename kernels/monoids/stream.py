@@ -55,7 +55,7 @@ def scan_tokens(
     prefixes, total = exclusive_scan(monoid, joined)
     if initial is not None:
         prefixes, total = monoid.combine(initial, prefixes), monoid.combine(initial, total)
-    o = []
+    o: list[Tensor] = []
     for index, chunk in enumerate(chunks):
         o += _recomputed(outputs, *(x[:, index : index + 1] for x in prefixes), *chunk)
     return torch.cat(o, dim=1), total
@@ -91,7 +91,7 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad(), torch.autocast(first.device.type, enabled=False):
             results = ctx.function(*arguments)
         reached = [(y, d) for y, d in zip(results, upstream, strict=True) if d is not None and y.requires_grad]
-        leaves = [x for x, needed in zip(arguments, wanted, strict=True) if needed]
+        leaves = [x for x, needed in zip(arguments, wanted, strict=True) if needed and x is not None]
         found = iter(
             torch.autograd.grad([y for y, _ in reached], leaves, [d for _, d in reached], allow_unused=True)
             if reached
