@@ -64,9 +64,7 @@ class Copy:
         records = []
         for position in range(self.input_len):
             label = int(batch.labels[row, position])
-            role = (
-                "source" if position < self.seq_len else "separator" if position == self.seq_len else "copy"
-            )
+            role = "source" if position < self.seq_len else "separator" if position == self.seq_len else "copy"
             records.append(
                 {
                     "position": position,

@@ -61,9 +61,7 @@ class Mqar:
             raise ValueError(f"mqar.protocol must be one of {', '.join(PROTOCOLS)}; got {self.protocol!r}")
         require_int("mqar", asdict(self), n_pairs=1, vocab_size=4, updates=0)
         if not isinstance(self.random_non_queries, bool):
-            raise ValueError(
-                f"mqar.random_non_queries must be true or false, got {self.random_non_queries!r}"
-            )
+            raise ValueError(f"mqar.random_non_queries must be true or false, got {self.random_non_queries!r}")
         if isinstance(self.power_a, bool) or not isinstance(self.power_a, (int, float)):
             raise ValueError(f"mqar.power_a must be a number, got {self.power_a!r}")
         if not (math.isfinite(self.power_a) and self.power_a > 0):
@@ -233,9 +231,7 @@ def _draw_zoology(task: Mqar, n: int, *, seed: int, stream: int, index: int) -> 
     region = task.input_len - task.context_len
     slots = region // 2
     u = uniforms(n, 2 * pairs_ + 2 * updates + slots + region, seed=seed, stream=stream, index=index)
-    u_keys, u_values, u_updates, u_gaps, u_filler = np.split(
-        u, np.cumsum([pairs_, pairs_, 2 * updates, slots]), axis=1
-    )
+    u_keys, u_values, u_updates, u_gaps, u_filler = np.split(u, np.cumsum([pairs_, pairs_, 2 * updates, slots]), axis=1)
     keys = 1 + distinct(u_keys, half - 1)
     values = half + distinct(u_values, task.vocab_size - half)
     pairs = _assign(task, keys, values, half, task.vocab_size, u_updates)

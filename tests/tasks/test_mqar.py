@@ -109,9 +109,7 @@ def test_data_depend_on_config_seed_stream_and_index_alone():
     np.random.seed(2)
     np.random.random(7)
     assert (draw(again).inputs == one).all()
-    assert (task.batch(5, seed=3, stream="train", index=0).inputs == one[:5]).all(), (
-        "a smaller batch is a prefix"
-    )
+    assert (task.batch(5, seed=3, stream="train", index=0).inputs == one[:5]).all(), "a smaller batch is a prefix"
     assert (task.batch(32, seed=3, stream=0, index=0).inputs == one).all()
     for other in ({"seed": 4}, {"stream": "validation"}, {"stream": "test"}, {"index": 1}):
         assert (draw(task, **other).inputs != one).any(1).all()
@@ -244,9 +242,7 @@ def test_explain_and_show_tell_the_whole_example():
     records = task.explain(batch, 1)
     assert [r["token"] for r in records] == batch.inputs[1].tolist()
     assert [r["role"] for r in records[:8]] == ["key", "value"] * 4
-    assert [r["label"] for r in records if r["role"] == "query"] == [
-        x for x in batch.labels[1] if x != IGNORE
-    ]
+    assert [r["label"] for r in records if r["role"] == "query"] == [x for x in batch.labels[1] if x != IGNORE]
     assert {r["role"] for r in records[8:]} == {"query", "filler"}
     text = task.show(batch, 1)
     assert f"{records[0]['token']}:{records[1]['token']}" in text
