@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from linattn_cli.kernels.triton_common import (
     carry_kernel,
+    ceil_div,
     choose_blocks,
     dot,
     kernel,
@@ -22,6 +22,7 @@ from linattn_cli.kernels.triton_common import (
     load_rows,
     padded,
     pair_mask,
+    power_of_two_above,
     split_time,
     store_rows,
 )
@@ -200,10 +201,10 @@ def _ratio_readout_backward(d_y, d_last, y, q, k, den, starts, floor):
     Q, V = y.shape[2:]
     blocks, (chunks, length, supers) = _plan(k)
     d_o, d_den = torch.empty_like(y), torch.empty_like(den)
-    BV = triton.next_power_of_2(V)
+    BV = power_of_two_above(V)
     BR = max(1, 4096 // BV)
     launch(
-        _quotient_gradient_kernel, (triton.cdiv(B * T * Q, BR),),
+        _quotient_gradient_kernel, (ceil_div(B * T * Q, BR),),
         y, den, d_y, d_o, d_den, B * T * Q, floor,
         V=V, BV=BV, BR=BR, num_warps=4,
     )  # fmt: skip

@@ -13,7 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from linattn_cli.kernels.triton_common import kernel, launch
+from linattn_cli.kernels.triton_common import (
+    ceil_div,
+    kernel,
+    launch,
+    power_of_two_above,
+)
 
 UNIT_EPS = tl.constexpr(1e-12)  # floor of a norm, as in torch.nn.functional.normalize
 
@@ -75,10 +80,10 @@ def _features_backward_kernel(
 def _launch(function: Any, *tensors: Tensor, **options: Any) -> None:
     """Run a kernel over the rows of its tensors: about 4,096 elements a program."""
     D = tensors[0].shape[-1]
-    BD = triton.next_power_of_2(D)
+    BD = power_of_two_above(D)
     BR = max(1, 4096 // BD)
     rows = tensors[0].numel() // D
-    launch(function, (triton.cdiv(rows, BR),), *tensors, rows, D=D, BD=BD, BR=BR, num_warps=4, **options)
+    launch(function, (ceil_div(rows, BR),), *tensors, rows, D=D, BD=BD, BR=BR, num_warps=4, **options)
 
 
 @torch.library.custom_op(

@@ -48,9 +48,19 @@ class Blocks:
 
 def padded(size: int) -> int:
     """The tile edge for a dimension: a power of two, at least the 16 that `tl.dot` needs."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, power_of_two_above(size))
 
 
+def power_of_two_above(size: int) -> int:
+    """Triton's own takes microseconds on the host, and so does its `cdiv`."""
+    return 1 << (size - 1).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@lru_cache
 def choose_blocks(K: int, V: int, dtype: torch.dtype, chunk_size: int | None, widest: int = 64) -> Blocks:
     """Tile sizes for keys of K and values of V; values are cut into columns of at most `widest`."""
     half = dtype == torch.bfloat16
@@ -345,7 +355,7 @@ def edge_states(
     sums = torch.empty_like(starts)
     totals = torch.empty(B, heads, supers, **options) if log_decay is not None else sums
     launch(
-        outer_sum_kernel, (supers * B * heads, triton.cdiv(V, blocks.BV)),
+        outer_sum_kernel, (supers * B * heads, ceil_div(V, blocks.BV)),
         k, v, sums if log_decay is None else log_decay, sums, totals,
         T, chunks, length, B, heads,
         K=K, V=V, BK=blocks.BK, BV=blocks.BV, C=blocks.C, J=Q // heads,
@@ -355,7 +365,7 @@ def edge_states(
     )  # fmt: skip
     block = min(512, padded(K * V))
     launch(
-        carry_kernel, (B * heads, triton.cdiv(K * V, block)),
+        carry_kernel, (B * heads, ceil_div(K * V, block)),
         sums, totals, sums if initial is None else initial, starts, final, supers,
         SIZE=K * V, BLOCK=block, DECAY=log_decay is not None, INITIAL=initial is not None, REVERSE=reverse,
         num_warps=4,
@@ -366,20 +376,21 @@ def edge_states(
 def segment_cumsum(x: Tensor, tokens: int, *, reverse: bool, strict: bool) -> Tensor:
     """Sums of `x` `[B, T, H]` over the tokens before each (after it, when `reverse`) within runs of `tokens`.
 
-    Short runs keep the rounding of a cancelling sum from growing with T.
+    Float64 and short runs, because the terms cancel: the rounding of the sum must not grow with T.
     """
     B, T, H = x.shape
     runs = -(-T // tokens)
-    padded_x = torch.nn.functional.pad(x, (0, 0, 0, runs * tokens - T)).view(B, runs, tokens, H)
-    total = padded_x.flip(2).cumsum(2).flip(2) if reverse else padded_x.cumsum(2)
+    wide = torch.nn.functional.pad(x.double(), (0, 0, 0, runs * tokens - T))
+    wide = wide.view(B, runs, tokens, H)
+    total = wide.flip(2).cumsum(2).flip(2) if reverse else wide.cumsum(2)
     if strict:
-        total = total - padded_x
+        total = total - wide
     return total.view(B, runs * tokens, H)[:, :T]
 
 
 def edge_products(entering: Tensor, leaving: Tensor, tokens: int, T: int) -> Tensor:
     """`<entering_i, leaving_i>` of every super-chunk, spread over its tokens: `[B, H, N, K, V]` -> `[B, T, H]`."""
-    product = (entering * leaving).sum((-1, -2)).transpose(1, 2)
+    product = (entering.double() * leaving).sum((-1, -2)).transpose(1, 2)
     return product.repeat_interleave(tokens, dim=1)[:, :T]
 
 

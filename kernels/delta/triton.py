@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from linattn_cli.kernels.delta.triton_backward import (
@@ -24,10 +23,12 @@ from linattn_cli.kernels.delta.triton_backward import (
 from linattn_cli.kernels.delta.triton_forward import chain_kernel, map_kernel, output_kernel, prepare_kernel
 from linattn_cli.kernels.triton_common import (
     Blocks,
+    ceil_div,
     choose_blocks,
     edge_products,
     launch,
     leaving_states,
+    padded,
     refuse_float64,
     segment_cumsum,
     split_time,
@@ -37,7 +38,7 @@ from linattn_cli.kernels.triton_common import (
 def _plan(p: Tensor, V: int, chunk: int) -> tuple[Blocks, tuple[int, int, int]]:
     B, T, H, K = p.shape
     blocks = choose_blocks(K, V, p.dtype, chunk or None, widest=128 if p.dtype == torch.bfloat16 else 64)
-    return blocks, split_time(T, blocks.C, B * H * triton.cdiv(V, blocks.BV), p.device)
+    return blocks, split_time(T, blocks.C, B * H * ceil_div(V, blocks.BV), p.device)
 
 
 def _sizes(K: int, V: int, blocks: Blocks) -> dict[str, Any]:
@@ -52,10 +53,10 @@ def _edges(transition, offset, initial, *, reverse: bool, transposed: bool) -> T
     """States entering every super-chunk, from the affine maps of all of them."""
     B, H, supers, K, V = offset.shape
     starts = torch.empty_like(offset)
-    BK = max(16, triton.next_power_of_2(K))
+    BK = padded(K)
     BV = 16 if BK <= 128 else 32
     launch(
-        chain_kernel, (B * H, triton.cdiv(V, BV)),
+        chain_kernel, (B * H, ceil_div(V, BV)),
         transition, offset, starts if initial is None else initial, starts, supers,
         K=K, V=V, BK=BK, BV=BV, INITIAL=initial is not None, REVERSE=reverse, TRANSPOSED=transposed,
         num_warps=4 if BK <= 64 else 8,
@@ -94,11 +95,11 @@ def _delta_scan(q, p, a, v, log_decay, initial_state, reverse, chunk, save, keep
         p, a, v, decay, w, u, inverse, T, chunks, B, H,
         LEVELS=blocks.C.bit_length() - 1, SAVE=save, **shared,
     )  # fmt: skip
-    columns = triton.cdiv(V, blocks.BV)
+    columns = ceil_div(V, blocks.BV)
     if supers > 1:
         offset = torch.empty_like(starts)
         launch(
-            map_kernel, (supers * B * H, columns + triton.cdiv(K, blocks.BV)),
+            map_kernel, (supers * B * H, columns + ceil_div(K, blocks.BV)),
             a, w, u, decay, transition, offset, T, chunks, length, B, H,
             **shared,
         )  # fmt: skip
@@ -158,7 +159,7 @@ def _delta_scan_backward(
     decays = log_decay is not None
     decay = log_decay.contiguous() if decays else p
     shared = _sizes(K, V, blocks) | {"DECAY": decays, "REVERSE": reverse, "G": Q // H}
-    columns = triton.cdiv(V, blocks.BV)
+    columns = ceil_div(V, blocks.BV)
     w = torch.empty(B, T, H, K, dtype=inverse.dtype, device=p.device)
     u = torch.empty(B, T, H, V, dtype=inverse.dtype, device=p.device)
     launch(

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from linattn_cli.kernels.triton_common import (
+    ceil_div,
     choose_blocks,
     dot,
     edge_decay,
@@ -109,7 +109,7 @@ def _walk(q, k, v, log_decay, starts, *, exclusive, reverse, transposed, chunk, 
     blocks, split = _plan(K, V, q, heads, chunk)
     chunks, length, supers = split
     o = torch.empty(B, T, Q, V, dtype=dtype, device=q.device)
-    columns, half = triton.cdiv(V, blocks.BV), blocks.dot is tl.bfloat16
+    columns, half = ceil_div(V, blocks.BV), blocks.dot is tl.bfloat16
     dots = torch.empty(columns, B, T, Q, dtype=torch.float32, device=q.device) if against is not None else starts
     launch(
         _output_kernel, (supers * B * Q, columns),

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from linattn_cli.kernels.penalty.inverse import REFRESH
@@ -23,6 +22,7 @@ from linattn_cli.kernels.penalty.triton_kernels import (
 )
 from linattn_cli.kernels.triton_common import (
     Blocks,
+    ceil_div,
     choose_blocks,
     edge_states,
     launch,
@@ -148,7 +148,7 @@ def _penalty_gain_backward(d_x, d_mass, d_inverse, u, x, final_inverse, inverses
     edges, total = edge_states(y, x, None, d_final, H, blocks, split, reverse=True)
     d_u = torch.empty_like(u)
     launch(
-        mass_gradient_kernel, (supers * B * H, triton.cdiv(K, blocks.BV)),
+        mass_gradient_kernel, (supers * B * H, ceil_div(K, blocks.BV)),
         u, x, y, edges, d_u, T, tokens, supers, B, H,
         K=K, BK=blocks.BK, BV=blocks.BV, C=blocks.C, G=Q // H,
         DOT=blocks.dot, PRECISION=blocks.precision, num_warps=blocks.num_warps, num_stages=1,
