@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from linattn_cli.kernels.dispatch import triton_available
 from linattn_cli.kernels.types import state_dtype
 from linattn_cli.kernels.validate import check_device, check_shape
 
 RATIO_EPS = 1e-4
 """Floor of the denominator of a ratio read-out."""
+
+UNIT_EPS = 1e-12
+"""Floor of a norm that is divided by."""
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "elu1": lambda x: torch.nn.functional.elu(x) + 1,
@@ -20,11 +25,27 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def feature_map(name: str) -> Callable[[Tensor], Tensor]:
-    """The feature map phi of that name: `elu1` is elu(x) + 1, positive; `silu` and `identity` are signed."""
+def feature_map(name: str, *, normalise: bool = False) -> Callable[[Tensor], Tensor]:
+    """The feature map phi of that name: `elu1` is elu(x) + 1, positive; `silu` and `identity` are signed.
+
+    With `normalise`, phi(x) / |phi(x)| over the last dimension.
+    """
     if name not in FEATURE_MAPS:
         raise ValueError(f"feature_map must be one of {', '.join(FEATURE_MAPS)}; got {name!r}")
-    return FEATURE_MAPS[name]
+
+    def apply(x: Tensor) -> Tensor:
+        if _one_pass(x):
+            from linattn_cli.kernels.rows_triton import features_triton
+
+            return features_triton(x, name, unit=normalise) if normalise or name != "identity" else x
+        return unit(FEATURE_MAPS[name](x)) if normalise else FEATURE_MAPS[name](x)
+
+    return apply
+
+
+def _one_pass(x: Tensor) -> bool:
+    """Whether row-wise work runs as one Triton kernel, where eager PyTorch takes longer than the scans."""
+    return x.is_cuda and x.dtype != torch.float64 and triton_available()
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -52,7 +73,28 @@ def keep(x: Tensor, mask: Tensor | None) -> Tensor:
 
 def unit(x: Tensor) -> Tensor:
     """`x / |x|` over the last dimension, the norm in the state dtype; zero stays zero."""
-    return torch.nn.functional.normalize(x.to(state_dtype(x.dtype)), dim=-1, eps=1e-12).to(x.dtype)
+    if _one_pass(x):
+        from linattn_cli.kernels.rows_triton import features_triton
+
+        return features_triton(x, unit=True)
+    return _Unit.apply(x.to(state_dtype(x.dtype))).to(x.dtype)
+
+
+class _Unit(torch.autograd.Function):
+    """`y = x / |x|`, `dx = (dy - y (y . dy)) / |x|`: autograd's own path takes three times the passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min_(UNIT_EPS)
+        y = x / norm
+        ctx.save_for_backward(y, norm)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor):  # type: ignore[override]
+        y, norm = ctx.saved_tensors
+        along = (y * d_y).sum(-1, keepdim=True)
+        return torch.addcmul(d_y, y, along, value=-1) / norm
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -67,6 +109,11 @@ def ratio_readout(o: Tensor, q: Tensor, k: Tensor, z: Tensor | None) -> tuple[Te
     o `[B, T, Q, V]`, q `[B, T, Q, K]` and k `[B, T, H, K]` after their feature maps; z `[B, H, K]` or None.
     Returns the quotient, the last z and the number of clamped denominators.
     """
+    if _one_pass(k):
+        from linattn_cli.kernels.ratio_triton import ratio_readout_triton
+
+        quotient, denominator, last = ratio_readout_triton(o, q, k, z, RATIO_EPS)
+        return quotient, last, (denominator < RATIO_EPS).sum()
     sums = k.to(state_dtype(k.dtype)).cumsum(1)
     if z is not None:
         sums = sums + z.unsqueeze(1)

@@ -115,7 +115,7 @@ def vla_directions(
 
     The Jacobian of a step is `I - (beta a) k^T`.
     """
-    key = keep(unit(_phi(feature_map)(k)), mask)
+    key = keep(_phi(feature_map, normalise=True)(k), mask)
     write, state = _write_direction(
         key, u, beta, lambda0, penalty, normalise_gate, mask, initial_state, chunk_size, impl
     )
