@@ -27,6 +27,8 @@ COMPANIONS: dict[tuple[str, object], dict[str, object]] = {
     ("readout", "ratio"): {"feature_map": "elu1"},
     ("feature_map", "silu"): {"readout": "raw"},
     ("feature_map", "identity"): {"readout": "raw"},
+    # Positive keys share a direction, whose mass grows with T: condition numbers of some 300 at lambda0 0.1.
+    ("penalty", "key"): {"lambda0": 1.0},
     # An unnormalised gain up to 1 / lambda0 makes the state grow by as much a token.
     ("normalise_gate", False): {"lambda0": 1.0},
 }

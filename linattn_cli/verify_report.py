@@ -18,7 +18,7 @@ QUICK_HEAD, FULL_HEAD = 8, 20
 """Default T and K: T is prime and K no power of two where time allows, so that tails and masks are met."""
 
 SHORT, LONG = 128, 1024
-"""Lengths up to which a batch holds four sequences, and two; beyond, one is enough work."""
+"""Lengths up to which a batch holds four sequences, and two; beyond, one, and only the default options."""
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 COLUMNS = ["model", "form", "against", "dtype", "checks", "quantity", "max_error", "rms_ratio", "budget", "status"]
@@ -74,13 +74,14 @@ def run(request: Request, doc: Document) -> None:
         "batch": sizes.batch,
         "heads": sizes.heads,
         "quick": request.quick,
+        "defaults_only": tokens > LONG,
         "inject": request.inject,
         "seed": request.seed,
     }
     impl = environment.resolve_impl("auto", device)
     doc.begin(device=device, dtype=",".join(dtypes), impl=impl, seed=request.seed)
     started = time.monotonic()
-    cases = _cases(models, quick=request.quick or tokens > LONG)
+    cases = _cases(models, quick=request.quick, defaults=tokens > LONG)
     rows: list[dict[str, Any]] = []
     bug_or_none = planted(request.inject) if request.inject else nullcontext()
     kinds = tuple(getattr(torch, name) for name in dtypes)
@@ -133,13 +134,15 @@ def _sizes(request: Request) -> tuple[int, int]:
     return request.seq_len or tokens, head
 
 
-def _cases(models: list[str], *, quick: bool) -> list[Any]:
+def _cases(models: list[str], *, quick: bool, defaults: bool) -> list[Any]:
+    """The cases of the models; with `defaults` the first of each, for lengths at which one takes minutes."""
     from linattn_cli.kernels.registry import MIXERS
     from linattn_cli.verify_cases import primitive_cases
     from linattn_cli.verify_mixers import mixer_cases
 
-    primitives = [case for case in primitive_cases() if case.model in models]
-    return primitives + mixer_cases([name for name in models if name in MIXERS], quick=quick)
+    cases = [case for case in primitive_cases() if case.model in models]
+    cases += mixer_cases([name for name in models if name in MIXERS], quick=quick or defaults)
+    return list({case.model: case for case in reversed(cases)}.values())[::-1] if defaults else cases
 
 
 def _twins(sizes: Any, seed: int) -> list[dict[str, Any]]:
