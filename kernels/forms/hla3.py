@@ -184,12 +184,14 @@ def _serial(q, k, v, stages, state):
 
 
 def _compose(q, k, v, stages, state, chunk_size, impl):
-    """Through the linear scan: LA(q, LA(q, k, k), LA(q, k, v)); one scan for both where their decay is
-    one."""
+    """Through the linear scan: LA(q, LA(q, k, k), LA(q, k, v)).
+
+    On the CPU one scan does for both inner ones where their decay is one; a GPU has the tiles to run them apart.
+    """
     log_a, log_p, log_h = stages
     SK, P, H = (None, None, None) if state is None else state
     how = {"chunk_size": chunk_size, "impl": impl}
-    if log_a is log_p:
+    if log_a is log_p and impl == "chunk":
         both = None if SK is None or P is None else torch.cat((SK, P), dim=-1)
         read, both = scan(q, k, torch.cat((k, v), dim=-1), log_decay=log_a, initial_state=both, **how)
         u, w = read.split((k.shape[-1], v.shape[-1]), dim=-1)
