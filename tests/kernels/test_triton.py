@@ -175,6 +175,21 @@ def test_wide_penalty_gain(K: int) -> None:
     check("penalty", penalty_tensors(T=18, Q=1, H=1, K=K), lambda0=0.1)
 
 
+def test_repeated_directions_are_judged_by_the_residual() -> None:
+    """Three unit directions over and over: cond(M) grows with T, and so does the error of any float32 x."""
+    torch.manual_seed(0)
+    u = draw(3, 12, unit=True).repeat(40, 1).view(1, 120, 1, 12)
+    k = draw(1, 120, 1, 12, unit=True)
+    x, _ = penalty_gain_triton(u.to(DEVICE), k.to(DEVICE), lambda0=1e-3, initial_state=None, chunk_size=16)
+    wide = u[0, :, 0].double()
+    M = 1e-3 * torch.eye(12, dtype=torch.float64) + (wide.unsqueeze(-1) * wide.unsqueeze(-2)).cumsum(0)
+    assert torch.linalg.cond(M[-1]) > 1e4
+    solution, right = x[0, :, 0].double().cpu(), k[0, :, 0].double()
+    residual = ((M @ solution.unsqueeze(-1)).squeeze(-1) - right).norm(dim=-1)
+    scale = torch.linalg.matrix_norm(M, ord=2) * solution.norm(dim=-1)
+    assert (residual / scale).max().item() <= 16 * EPS
+
+
 def test_age_counts_tokens_since_the_inversion() -> None:
     tensors = {name: x.to(DEVICE) for name, x in penalty_tensors(T=40).items()}
     u, k = tensors["u"], tensors["k"]
