@@ -45,7 +45,7 @@ class Mixer:
     form: str
     layer: str
     options: dict[str, Option] = field(default_factory=dict)
-    impls: tuple[str, ...] = ("reference", "scan", "chunk")
+    impls: tuple[str, ...] = ("reference", "scan", "chunk", "triton")
 
 
 PRIMITIVES: dict[str, Primitive] = {
