@@ -13,7 +13,7 @@ from linattn_cli import output
 from linattn_cli.options import parse_names
 from linattn_cli.output import EXIT_DEVICE, CliError, Document
 
-QUICK_LENGTH, FULL_LENGTH = 37, 97
+INTERPRETED_LENGTH, QUICK_LENGTH, FULL_LENGTH = 19, 37, 97
 QUICK_HEAD, FULL_HEAD = 8, 20
 """Default T and K: T is prime and K no power of two where time allows, so that tails and masks are met."""
 
@@ -62,8 +62,9 @@ def run(request: Request, doc: Document) -> None:
     device = environment.resolve_device(request.device)
     tokens, head = _sizes(request)
     # The largest error of few numbers is a matter of luck: short sequences come in larger batches.
-    batch = 4 if tokens <= SHORT else 2 if tokens <= LONG else 1
+    batch = 1 if tokens > LONG or request.interpret else 4 if tokens <= SHORT else 2
     sizes = Sizes(tokens, head, head - head // 4, batch=batch)
+    defaults_only = tokens > LONG or request.interpret
     doc.config = {
         "models": models,
         "forms": [form.name for form in forms],
@@ -74,14 +75,14 @@ def run(request: Request, doc: Document) -> None:
         "batch": sizes.batch,
         "heads": sizes.heads,
         "quick": request.quick,
-        "defaults_only": tokens > LONG,
+        "defaults_only": defaults_only,
         "inject": request.inject,
         "seed": request.seed,
     }
     impl = environment.resolve_impl("auto", device)
     doc.begin(device=device, dtype=",".join(dtypes), impl=impl, seed=request.seed)
     started = time.monotonic()
-    cases = _cases(models, quick=request.quick, defaults=tokens > LONG)
+    cases = _cases(models, quick=request.quick, defaults=defaults_only)
     rows: list[dict[str, Any]] = []
     bug_or_none = planted(request.inject) if request.inject else nullcontext()
     kinds = tuple(getattr(torch, name) for name in dtypes)
@@ -127,7 +128,7 @@ def _selection(request: Request) -> tuple[list[str], list[Any], list[str]]:
 def _sizes(request: Request) -> tuple[int, int]:
     from linattn_cli.kernels.registry import MAX_HEAD_DIM
 
-    tokens = QUICK_LENGTH if request.quick or request.interpret else FULL_LENGTH
+    tokens = INTERPRETED_LENGTH if request.interpret else QUICK_LENGTH if request.quick else FULL_LENGTH
     head = request.d_head or (QUICK_HEAD if request.quick or request.interpret else FULL_HEAD)
     if head > MAX_HEAD_DIM:
         raise CliError(f"--d-head must be at most {MAX_HEAD_DIM}, got {head}", hint="no operator takes more")
