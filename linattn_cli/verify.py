@@ -144,15 +144,15 @@ def _compared(
     case: Case, inputs: Inputs, form: Form, reference: _Reference, dtype: torch.dtype, seed: int
 ) -> Iterator[tuple[str, Comparison]]:
     """Each quantity of a form against the reference; a form that raises has a problem in all of them."""
+    crash: Comparison | None = None
+    found: dict[str, Tensor | None] = {}
     try:
         run = execute(case, inputs, form, gradients=form.gradients, seed=seed, dtype=dtype)
     except Exception as error:  # a form that cannot even run is what this looks for
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
             raise
         crash = Comparison(None, None, problem=f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}")
-        found = {}
     else:
-        crash = None
         found = _measured(case, _widened(inputs), run, reference.by_residual)
     for name, quantity in reference.quantities.items():
         if form.gradients or not quantity.gradient:
@@ -287,7 +287,8 @@ def _quantities(
         if name == "log_decay":
             # It is a difference of sums that cancel: relative to what is summed (MATH.md, section 7). Where a
             # mixer normalises q, q.dq is zero, and v.dv, which is a.da in both scans, tells the size.
-            terms = [(wide[x] * truth.gradients[x]).sum(-1) for x in ("q", "v")]
+            found = [(wide[x], truth.gradients[x]) for x in ("q", "v")]
+            terms = [(x * gradient_of_x).sum(-1) for x, gradient_of_x in found if gradient_of_x is not None]
             sizes = [scale, *map(Scale.of, terms)]
             scale = Scale(max(size.peak for size in sizes), max(size.rms for size in sizes))
         wanted[f"grad {name}"] = _Quantity(gradient, input_dtype(name, dtype), scale, gradient=True)

@@ -51,14 +51,21 @@ def run(request: Request, doc: Document) -> None:
     import torch
 
     from linattn_cli import environment
+    from linattn_cli.kernels import dispatch
+    from linattn_cli.recipe import nearest
     from linattn_cli.verify import verify_case
     from linattn_cli.verify_bugs import BUGS, planted
     from linattn_cli.verify_cases import Sizes
 
-    if request.inject is not None:
-        (bug,) = parse_names(request.inject, BUGS, "--inject")
-        doc.log(f"planted bug {bug}: {BUGS[bug]}, in every implementation but the serial one")
+    if request.inject is not None and request.inject not in BUGS:
+        raise CliError(
+            f"--inject: there is no {request.inject!r}{nearest(request.inject, BUGS)}",
+            hint=f"there are {', '.join(BUGS)}; one at a time",
+        )
     models, forms, dtypes = _selection(request)
+    left_out = request.forms is None and not request.interpret and dispatch.triton_interpreted()
+    if left_out:
+        forms = [form for form in forms if form.impl != "triton"]
     device = environment.resolve_device(request.device)
     tokens, head = _sizes(request)
     # The largest error of few numbers is a matter of luck: short sequences come in larger batches.
@@ -81,6 +88,10 @@ def run(request: Request, doc: Document) -> None:
     }
     impl = environment.resolve_impl("auto", device)
     doc.begin(device=device, dtype=",".join(dtypes), impl=impl, seed=request.seed)
+    if request.inject:
+        doc.log(f"planted bug {request.inject}: {BUGS[request.inject]}, in every implementation but the serial one")
+    if left_out:
+        doc.log("TRITON_INTERPRET is set: its kernels are checked only with --interpret or --forms triton")
     started = time.monotonic()
     cases = _cases(models, quick=request.quick, defaults=defaults_only)
     rows: list[dict[str, Any]] = []

@@ -24,6 +24,7 @@ from linattn_cli.verify_forms import CHUNK, FORMS, SERIAL, chunk_size_for
 from linattn_cli.verify_mixers import mixer_cases, option_sets
 
 SMALL = Sizes(29, 5, 4, batch=4)
+COMPILED = tuple(form for form in FORMS if form.impl != "triton")  # its interpreter has tests of its own
 COLUMNS = {"model", "form", "against", "dtype", "quantity", "max_error", "rms_ratio", "budget", "passed"}
 DTYPES = (torch.float64, torch.float32)
 
@@ -41,7 +42,7 @@ def cases(*models: str, quick: bool = True) -> list:
     return primitives + mixer_cases([name for name in models if name in MIXERS], quick=quick)
 
 
-def rows_of(*models: str, forms=FORMS, dtypes=DTYPES, sizes=SMALL, seed=0) -> list[dict]:
+def rows_of(*models: str, forms=COMPILED, dtypes=DTYPES, sizes=SMALL, seed=0) -> list[dict]:
     return list(verify(cases(*models), forms, dtypes, sizes, seed=seed, device="cpu"))
 
 
@@ -55,7 +56,7 @@ def test_every_operator_passes_in_every_form(model):
     assert failed(rows) == []
     assert all(set(row) >= COLUMNS for row in rows)
     seen = {row["form"] for row in rows}
-    assert seen >= {form.name for form in FORMS} - ({"serial"} if model in PRIMITIVES else set())
+    assert seen >= {form.name for form in COMPILED} - ({"serial"} if model in PRIMITIVES else set())
     judged = [row for row in rows if row["status"] == "passed"]
     assert {row["dtype"] for row in judged} == {"float64", "float32"}
     assert any(row["quantity"].startswith("state") for row in judged)
@@ -198,7 +199,7 @@ def test_an_ill_conditioned_penalty_is_judged_by_its_residual_in_low_precision_o
 
 def test_beyond_2048_tokens_the_chunk_form_judges_and_is_itself_judged():
     case = cases("linear_scan")[:1]
-    rows = list(verify(case, FORMS, DTYPES, Sizes(2060, 3, 2, batch=1, heads=1), seed=0, device="cpu"))
+    rows = list(verify(case, COMPILED, DTYPES, Sizes(2060, 3, 2, batch=1, heads=1), seed=0, device="cpu"))
     assert failed(rows) == []
     found = {(row["form"], row["against"], row["seq_len"]) for row in rows if row["status"] == "passed"}
     assert ("chunk", "serial float64", 2048) in found
@@ -228,7 +229,7 @@ def test_every_value_of_every_option_is_checked(name):
 
 def test_what_a_form_cannot_do_is_listed_with_the_reason():
     sizes = Sizes(19, 20, 6, batch=1, heads=1)
-    rows = list(verify(cases("hla3", "softmax"), FORMS, DTYPES[:1], sizes, seed=0, device="cpu"))
+    rows = list(verify(cases("hla3", "softmax"), COMPILED, DTYPES[:1], sizes, seed=0, device="cpu"))
     published = [row for row in rows if row["options"] == "variant published" and row["form"] == "scan-chunks"]
     assert [row["reason"] for row in published if row["status"] == "not run"] == [
         "its dense maps hold K^3 V numbers a segment, for checking up to K = 16, not at K = 20"
@@ -236,6 +237,21 @@ def test_what_a_form_cannot_do_is_listed_with_the_reason():
     assert {row["d_head"] for row in published if row["passed"]} == {6}
     reasons = {row["reason"] for row in rows if row["model"] == "softmax" and row["status"] == "not run"}
     assert "softmax has no associative scan" in reasons
+
+
+def test_triton_has_a_row_where_it_cannot_run_and_none_is_hidden_by_an_interpreter(monkeypatch, capsys):
+    monkeypatch.setattr(dispatch, "triton_interpreted", lambda: False)
+    rows = rows_of("linear_scan", forms=[form for form in FORMS if form.impl == "triton"], dtypes=DTYPES[:1])
+    if torch.cuda.is_available():
+        assert all(row["passed"] for row in rows)
+    else:
+        assert {row["status"] for row in rows} == {"not run"}
+        assert all("cpu, not on a GPU" in row["reason"] or "not installed" in row["reason"] for row in rows)
+    monkeypatch.setattr(dispatch, "triton_interpreted", lambda: True)
+    code, document, err = call(capsys, "--models", "linear_scan", "--dtypes", "float64", "--device", "cpu")
+    assert code == 0
+    assert not any(row["form"].startswith("triton") for row in document["results"])
+    assert "checked only with --interpret" in err
 
 
 def test_rls_and_mesa_are_compared_with_each_other(capsys):
@@ -277,7 +293,7 @@ def test_the_document_counts_what_it_lists(capsys):
 
 @pytest.mark.parametrize("fmt", ["table", "csv", "markdown"])
 def test_every_format_names_models_and_verdicts(capsys, fmt):
-    words = ["--models", "linear_scan,hla2", "--forms", "chunk,triton", "--dtypes", "float64", "--published"]
+    words = ["--models", "linear_scan,hla2", "--forms", "chunk,scan", "--dtypes", "float64", "--published"]
     with pytest.raises(SystemExit) as left:
         main(["verify-scan", "--seq-len", "19", "--d-head", "4", "--format", fmt, *words])
     out, _ = capsys.readouterr()
@@ -299,6 +315,7 @@ def test_every_format_names_models_and_verdicts(capsys, fmt):
         (("--forms", "chunks"), 2, "--forms: there is no 'chunks' (did you mean 'chunk'?)"),
         (("--dtype", "float8"), 2, "--dtypes: there is no 'float8'"),
         (("--inject", "shift-masks"), 2, "--inject: there is no 'shift-masks' (did you mean 'shift-mask'?)"),
+        (("--inject", "all"), 2, "--inject: there is no 'all'"),
         (("--d-head", "300"), 2, "--d-head must be at most 256, got 300"),
         (("--forms", "scan", "--models", "linear_scan"), 3, "nothing could be checked: a primitive has no scan"),
     ],
