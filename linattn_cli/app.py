@@ -21,6 +21,7 @@ from linattn_cli.commands.list import list_
 from linattn_cli.commands.task import task_app
 from linattn_cli.commands.train import train
 from linattn_cli.commands.verify_scan import verify_scan
+from linattn_cli.threads import share_the_cores
 
 # typer.BadParameter -> UsageError -> ClickException, in click itself or in the copy newer typers carry
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -74,6 +75,7 @@ app.command("doctor")(doctor)
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and leave with its documented exit code; the entry point of `linattn`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    share_the_cores()
     command = typer.main.get_command(app)
     with output.command("linattn", json=_wants_json(words), debug="--debug" in words) as doc:
         try:

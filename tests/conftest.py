@@ -5,7 +5,12 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-import torch
+
+from linattn_cli.threads import share_the_cores
+
+share_the_cores()
+
+import torch  # noqa: E402 - OpenMP reads its settings when torch is imported
 
 if not torch.cuda.is_available():
     # Triton decides when it is first imported whether its own library can be interpreted; only the tests of the
