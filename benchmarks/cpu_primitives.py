@@ -65,7 +65,7 @@ def measure(operator: str, train: bool, tokens: int, heads: int, dim: int, repea
     for _ in range(repeats):
         for impl, seen in times.items():
             # the chunk form is short: several calls make one reading
-            calls = 1 if impl == "reference" else 5
+            calls = 1 if impl == "reference" else 10
             seen.append(_seconds(lambda impl=impl, calls=calls: [step(impl) for _ in range(calls)]) / calls)  # type: ignore[misc]
     serial, chunk = (statistics.median(times[impl]) for impl in ("reference", "chunk"))
     return {
