@@ -30,7 +30,7 @@ demo: $(VENV)/.installed
 	$(BIN)/linattn train --recipe demo
 
 test: $(VENV)/.installed-dev
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest
+	$(BIN)/python -m pytest
 
 check: lint types doctest
 
