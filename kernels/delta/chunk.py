@@ -38,7 +38,7 @@ def delta_scan_chunk(
     if reverse:
         return _reversed(q, p, a, v, log_decay, initial_state, return_residual, chunk_size)
     batch, tokens, heads, key_dim = p.shape
-    size = choose_chunk_size(tokens, chunk_size, longest=_longest_chunk(batch * heads, key_dim))
+    size = choose_chunk_size(tokens, chunk_size, longest=_longest_chunk(batch * heads, key_dim, log_decay))
     dtype = state_dtype(p.dtype)
     if initial_state is None:
         initial_state = p.new_zeros(batch, heads, key_dim, v.shape[3], dtype=dtype)
@@ -54,13 +54,16 @@ def delta_scan_chunk(
     return o, final_state, from_chunks(residual, tokens, dtype) if return_residual else None
 
 
-def _longest_chunk(batch_heads: int, key_dim: int) -> int:
+def _longest_chunk(batch_heads: int, key_dim: int, log_decay: Tensor | None) -> int:
     """The inverse of a chunk costs C^3 and rounding grows with C; the loop over chunks costs a launch each.
 
-    So: short chunks for small heads, shortest where many of them share one pass of the loop.
+    So: short chunks for small heads, shorter where many of them share one pass of the loop, shortest with a
+    decay, whose gradient is a difference of sums over the chunk.
     """
     if key_dim > 64:
         return 64
+    if log_decay is not None:
+        return 16
     return 24 if batch_heads >= 32 else 32
 
 
