@@ -42,10 +42,11 @@ def _call(operator: str, impl: str, inputs: list[Tensor]) -> Tensor:
     return penalty_gain(*inputs, lambda0=0.1, impl=impl).o
 
 
-def _seconds(step: Callable[[], object]) -> float:
+def _seconds(step: Callable[[str], None], impl: str, calls: int) -> float:
     begin = time.perf_counter()
-    step()
-    return time.perf_counter() - begin
+    for _ in range(calls):
+        step(impl)
+    return (time.perf_counter() - begin) / calls
 
 
 def measure(operator: str, train: bool, tokens: int, heads: int, dim: int, repeats: int) -> dict[str, object]:
@@ -65,8 +66,7 @@ def measure(operator: str, train: bool, tokens: int, heads: int, dim: int, repea
     for _ in range(repeats):
         for impl, seen in times.items():
             # the chunk form is short: several calls make one reading
-            calls = 1 if impl == "reference" else 10
-            seen.append(_seconds(lambda impl=impl, calls=calls: [step(impl) for _ in range(calls)]) / calls)  # type: ignore[misc]
+            seen.append(_seconds(step, impl, calls=1 if impl == "reference" else 10))
     serial, chunk = (statistics.median(times[impl]) for impl in ("reference", "chunk"))
     return {
         "operator": operator,
