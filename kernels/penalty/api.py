@@ -28,7 +28,7 @@ def penalty_gain(
 
     Shapes: u `[B, T, H, K]`, k `[B, T, Q, K]` with Q a multiple of H. The output `o` holds x `[B, T, Q, K]`;
     the final state is a `PenaltyState(mass P, inverse A, age)`, and A is inverted anew from P after
-    calls of several tokens (chunk, triton) and whenever 64 tokens have been added to it by rank-one updates.
+    a chunkwise call of several tokens, and wherever 64 tokens have been added to it by rank-one updates.
 
     Dtypes: float64, float32, bfloat16, float16; P and A are float64 for float64 inputs, else float32; x has
     the dtype of `k`. The condition number of A grows with T: judge float32 by the residual `|M x - k|`.
