@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from linattn_cli import __version__, output
+from linattn_cli.commands.capacity_sweep import capacity_sweep
 from linattn_cli.commands.doctor import doctor
 from linattn_cli.commands.eval import evaluate
 from linattn_cli.commands.latency import latency
@@ -67,6 +68,7 @@ app.command("train")(train)
 app.command("eval")(evaluate)
 app.command("verify-scan")(verify_scan)
 app.command("latency")(latency)
+app.command("capacity-sweep")(capacity_sweep)
 app.add_typer(task_app, name="task", callback=_help_without_subcommand, invoke_without_command=True)
 app.command("list")(list_)
 app.command("doctor")(doctor)

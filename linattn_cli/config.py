@@ -6,6 +6,7 @@ Precedence: command line over recipe over defaults. Unknown keys are errors ever
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -187,8 +188,13 @@ class TrainConfig(Section):
         return self
 
 
-class SweepConfig(Section):
-    """A grid: every combination of the lists that are not empty, over the settings above."""
+class SweepGrid(Section):
+    """Every combination of the lists that are not empty, over the settings of the recipe.
+
+    models  arms: a mixer, a mixer with options of its own (`vla:penalty=none`), or a name of `sweep.variants`
+    points  keys that change together, as `{task.n_pairs: 4, task.seq_len: 64}`
+    grid    any other dotted keys, each with its values
+    """
 
     models: list[str] = Field(default_factory=list)
     n_pairs: list[Positive] = Field(default_factory=list)
@@ -196,17 +202,41 @@ class SweepConfig(Section):
     seq_lens: list[Positive] = Field(default_factory=list)
     lrs: list[Annotated[float, Field(gt=0)]] = Field(default_factory=list)
     seeds: list[NonNegative] = Field(default_factory=list)
+    points: list[Annotated[dict[str, Scalar], Field(min_length=1)]] = Field(default_factory=list)
+    grid: dict[str, Annotated[list[Scalar], Field(min_length=1)]] = Field(default_factory=dict)
 
-    @field_validator("models")
-    @classmethod
-    def _known_mixers(cls, names: list[str]) -> list[str]:
-        for name in names:
-            if name not in MIXERS:
+
+class SweepConfig(SweepGrid):
+    """A grid of training runs, for `linattn capacity-sweep`.
+
+    variants  names for settings to compare, dotted keys under each; empty `models` means all of these
+    more      further grids; the lists that one leaves out are those above
+    threads   CPU threads of a run; part of what decides its figures, so not taken from the machine
+    """
+
+    variants: dict[str, dict[str, Scalar]] = Field(default_factory=dict)
+    more: list[SweepGrid] = Field(default_factory=list)
+    threads: Positive = 1
+
+    @model_validator(mode="after")
+    def _known_arms(self) -> SweepConfig:
+        known = [*MIXERS, *self.variants]
+        for name in self.variants:
+            if name in MIXERS or not name.strip() or set(name) & set(",:="):
                 raise _problem(
-                    f"there is no model {name!r}{nearest(name, MIXERS)}",
-                    hint=f"there are {', '.join(MIXERS)}",
+                    f"{name!r} cannot name a variant",
+                    at=("variants", name),
+                    hint="a name that is no mixer's, without commas, colons and equals signs",
                 )
-        return names
+        for arm in [*self.models, *(arm for grid in self.more for arm in grid.models)]:
+            name = arm.partition(":")[0]
+            if name not in known:
+                raise _problem(
+                    f"there is no model {name!r}{nearest(name, known)}",
+                    at=("models",),
+                    hint=f"there are {', '.join(known)}",
+                )
+        return self
 
 
 class RunConfig(Section):
@@ -247,6 +277,35 @@ def load_run_config(
         raise _explain(error, sources) from None
     _check_task(config, sources)
     return config
+
+
+def derive(config: RunConfig, changes: Mapping[str, Any], *, label: str) -> RunConfig:
+    """`config` without its sweep, with some dotted keys set anew; everything is checked again.
+
+    Another mixer takes none of the options of `config`, and another task none of its settings. Raises
+    `CliError` (exit 2) that begins with `label`.
+
+    >>> derive(RunConfig(), {"model.name": "linear", "task.n_pairs": 4}, label="a cell").model.options["readout"]
+    'ratio'
+    """
+    data = config.model_dump(mode="json", exclude={"sweep"})
+    if changes.get("model.name", config.model.name) != config.model.name:
+        data["model"]["options"] = {}
+    if changes.get("task.name", config.task.name) != config.task.name:
+        data["task"] = {}
+    sources = Sources(None, data)
+    for key, value in changes.items():
+        sources.put(tuple(key.split(".")), value, "")
+    sources.given.clear()  # these are no options of a command line
+    try:
+        derived = RunConfig.model_validate(data)
+        _check_task(derived, sources)
+    except ValidationError as error:
+        found = _explain(error, sources)
+        raise CliError(f"{label}: {found.message}", hint=found.hint, kind=found.kind) from None
+    except CliError as error:
+        raise CliError(f"{label}: {error.message}", hint=error.hint, kind=error.kind) from None
+    return derived
 
 
 def _check_task(config: RunConfig, sources: Sources) -> None:

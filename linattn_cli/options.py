@@ -103,6 +103,21 @@ def parse_names(text: str, valid: Iterable[str], option: str = "the list") -> li
     return _parse_list(text, option, parse)
 
 
+def parse_arms(text: str, option: str = "--models") -> list[str]:
+    """A comma-separated list of mixers, each with settings of its own behind colons; `all` is every mixer.
+
+    The names are checked where the variants of a recipe are known.
+
+    >>> parse_arms("linear,vla:penalty=none")
+    ['linear', 'vla:penalty=none']
+    """
+    if text.strip() == "all":
+        from linattn_cli.kernels.registry import MIXERS
+
+        return list(MIXERS)
+    return _parse_list(text, option, str)
+
+
 def _length(text: str) -> int:
     return parse_int(text, "--seq-len")
 

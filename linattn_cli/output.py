@@ -76,6 +76,7 @@ class Document:
     results  rows, dicts of scalars; units in key names
     summary  one dict of scalars
     text     what the table format prints in place of rows and summary, where rows would not be readable
+    tables   captions and rows that the table and markdown formats print in place of rows and summary
     columns  the columns of the table format, all by default; the other formats always have all of them
     """
 
@@ -90,6 +91,7 @@ class Document:
     summary: dict[str, Any] = field(default_factory=dict)
     error: dict[str, Any] | None = None
     text: str | None = None
+    tables: list[tuple[str, list[dict[str, Any]]]] | None = None
     columns: list[str] | None = None
     memory_hint: str = MEMORY_HINT
     exit_code: int = EXIT_OK
@@ -295,7 +297,7 @@ def _finish(doc: Document) -> None:
         text = render.render(doc)
     except Exception as exception:  # a row that cannot be rendered is our own fault, not the user's
         report_exception(doc, exception)
-        doc.results, doc.summary, doc.config, doc.text = [], {}, {}, None
+        doc.results, doc.summary, doc.config, doc.text, doc.tables = [], {}, {}, None, None
         text = render.render(doc)
     try:
         sys.stdout.write(text)

@@ -37,7 +37,10 @@ def render(doc: Document) -> str:
 
 
 def _blocks(doc: Document, table: Any, columns: list[str] | None = None) -> str:
-    """The rows, then the summary as a table of two columns."""
+    """The tables the command made, else the rows, then the summary as a table of two columns."""
+    if doc.tables is not None:
+        shown = [(caption, table(rows, column_names(rows)).strip("\n")) for caption, rows in doc.tables if rows]
+        return "".join(f"{caption}\n\n{text}\n\n" for caption, text in shown).removesuffix("\n")
     parts = []
     if doc.results:
         chosen = column_names(doc.results)

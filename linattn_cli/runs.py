@@ -104,7 +104,7 @@ class RunFolder:
     def create(cls, out: Path | None, *, stem: str, root: Path = Path("runs")) -> RunFolder:
         """Make a new folder: `out`, or the first free `root/<stem>-<n>`; two processes never get the same."""
         if out is None:
-            run = cls(_make_numbered(root, stem))
+            run = cls(make_numbered(root, stem))
         else:
             with storage_errors(out):
                 out.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ class RunFolder:
                 except FileExistsError:
                     raise _exists(out) from None
             run = cls(out)
-        run._acquire()
+        run.acquire()
         return run
 
     @classmethod
@@ -121,7 +121,7 @@ class RunFolder:
         """Take over an existing run folder, to continue it."""
         require_run(path)
         run = cls(path)
-        run._acquire()
+        run.acquire()
         return run
 
     def __enter__(self) -> RunFolder:
@@ -138,7 +138,8 @@ class RunFolder:
                     file.close()
         self._metrics = self._lock = None
 
-    def _acquire(self) -> None:
+    def acquire(self) -> None:
+        """Own the folder, or raise `CliError` (exit 2) naming the process that does."""
         path = self.path / LOCK
         with storage_errors(path):
             file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - held until close
@@ -240,7 +241,8 @@ def _parse(line: str) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def _make_numbered(root: Path, stem: str) -> Path:
+def make_numbered(root: Path, stem: str) -> Path:
+    """A new folder, the first free `root/<stem>-<n>`; two processes never get the same."""
     with storage_errors(root):
         root.mkdir(parents=True, exist_ok=True)
         taken = [name[len(stem) + 1 :] for name in os.listdir(root) if name.startswith(f"{stem}-")]

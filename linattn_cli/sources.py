@@ -43,12 +43,12 @@ class Sources:
         for text in sets:
             key, value = _split_set(text)
             sources._refuse_undoing(key, value, text)
-            sources._put(key, value, f"--set {text}")
+            sources.put(key, value, f"--set {text}")
         for dotted, value in overrides.items():
             if value is not None:
                 key = tuple(dotted.split("."))
                 sources._refuse_contradiction(key, value)
-                sources._put(key, value, option_name(dotted))
+                sources.put(key, value, option_name(dotted))
         return sources
 
     def get(self, path: KeyPath) -> Any:
@@ -78,7 +78,8 @@ class Sources:
         """Whether a value of the recipe is still there, not replaced from the command line."""
         return not any(path[:end] in self.given for end in range(1, len(path) + 1))
 
-    def _put(self, path: KeyPath, value: Any, label: str) -> None:
+    def put(self, path: KeyPath, value: Any, label: str) -> None:
+        """Set one value; `label` says where it comes from."""
         section = self.data
         for depth, part in enumerate(path[:-1]):
             inner = section.setdefault(part, {})

@@ -1,0 +1,204 @@
+"""What a worker does with a cell: train it, judge it on held-out data, and say how it went.
+
+Nothing here raises: whatever happens becomes an `Outcome`, which crosses process and machine borders as it is.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import TYPE_CHECKING, Any, TypedDict
+
+if TYPE_CHECKING:
+    import torch
+
+    from linattn_cli.config import RunConfig
+
+PROBE_STEPS = 8
+
+
+class Work(TypedDict):
+    """What a worker is given.
+
+    kind     `train`, or `probe`: only time a few steps
+    config   a resolved `RunConfig`, without its sweep
+    device   where to compute, `cuda:1` for instance
+    threads  CPU threads
+    """
+
+    kind: str
+    config: dict[str, Any]
+    device: str
+    threads: int
+
+
+class Outcome(TypedDict):
+    """What a worker gives back.
+
+    status   `finished`; `diverged`, where the loss was not finite any more; `failed`; `crashed`, set by whoever
+             misses the worker
+    figures  what was reached, by column of the `cells` table
+    metrics  lines of `metrics.jsonl`
+    error    `type` and `message`, None unless something went wrong
+    """
+
+    status: str
+    figures: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    error: dict[str, str] | None
+
+
+def crashed(message: str) -> Outcome:
+    """The outcome of a worker that is gone."""
+    return {"status": "crashed", "figures": {}, "metrics": [], "error": {"type": "crash", "message": message}}
+
+
+def work(job: Work) -> Outcome:
+    """Do one piece of work.
+
+    What leaves this process unfit for more passes through, and ends the worker: a terminated training, and a
+    broken CUDA context.
+    """
+    from linattn_cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, describe_error
+
+    metrics: list[dict[str, Any]] = []
+    started = time.perf_counter()
+    try:
+        figures = _probe(job) if job["kind"] == "probe" else _train(job, metrics)
+    except Exception as error:
+        failure = describe_error(error)
+        if failure.exit_code in (EXIT_INTERRUPTED, EXIT_TERMINATED) or "CUDA error" in failure.message:
+            raise
+        status = "diverged" if failure.exit_code == EXIT_FAILED and failure.kind == "non_finite" else "failed"
+        figures = {"wall_s": time.perf_counter() - started, "device": job["device"]}
+        return {
+            "status": status,
+            "figures": figures,
+            "metrics": metrics,
+            "error": {"type": failure.kind, "message": failure.message},
+        }
+    finally:
+        _clean_up()
+    figures["wall_s"] = time.perf_counter() - started
+    return {"status": "finished", "figures": figures, "metrics": metrics, "error": None}
+
+
+def _prepare(job: Work) -> tuple[RunConfig, torch.device]:
+    import torch
+
+    from linattn_cli import environment
+    from linattn_cli.config import RunConfig
+
+    torch.set_num_threads(job["threads"])
+    config = RunConfig.model_validate(job["config"])
+    device = environment.resolve_device(job["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current device
+    environment.resolve_dtype(config.train.dtype, device)
+    return config, device
+
+
+def _train(job: Work, metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    from linattn_cli import environment, experiment
+    from linattn_cli.evaluation import evaluate
+    from linattn_cli.training import Trainer
+
+    config, device = _prepare(job)
+    impl = environment.resolve_impl(config.model.impl, device)
+    task, model = experiment.build(config)
+    trainer = Trainer(model, task, config.train, seed=config.seed, device=device, on_row=metrics.append)
+    ended = trainer.train()
+
+    def judge(stream: str) -> dict[str, Any]:
+        return evaluate(
+            model,
+            task,
+            examples=config.train.eval_examples,
+            seed=config.seed,
+            stream=stream,
+            device=device,
+            dtype=config.train.dtype,
+        ).figures()
+
+    last = ended.row
+    if "validation_accuracy" in last and last["step"] == ended.step:
+        validation = {key: last[key] for key in ("validation_accuracy", "validation_loss")}
+    else:
+        found = judge("validation")
+        validation = {"validation_accuracy": found["accuracy"], "validation_loss": found["loss"]}
+    test = judge("test")
+    return {
+        **{key: test[key] for key in ("accuracy", "loss", "exact_sequence_accuracy")},
+        **validation,
+        **task.chance(),
+        "parameters": model.parameter_count(),
+        "state_bytes": _state_bytes(model, task, config, device),
+        "steps": ended.step,
+        "stopped_by": ended.stopped,
+        "train_s": ended.train_s,
+        "tokens_per_s": ended.tokens_per_s,
+        "device": str(device),
+        "device_name": environment.describe(device=device, dtype=config.train.dtype, impl=impl)["device_name"],
+        "impl": impl,
+        "fingerprint": task.fingerprint(config.seed),
+    }
+
+
+def _state_bytes(model: Any, task: Any, config: RunConfig, device: torch.device) -> int:
+    """Bytes of state after one sequence, measured."""
+    import torch
+
+    from linattn_cli.evaluation import precision, to_device
+
+    tokens_BT = to_device(task.batch(1, seed=config.seed, stream="test", index=0).inputs, device)
+    model.eval()
+    with torch.no_grad(), precision(device, config.train.dtype):
+        _, state = model(tokens_BT, return_state=True)
+    return model.state_bytes(state)
+
+
+def _probe(job: Work) -> dict[str, Any]:
+    """Seconds of a training step and of judging an example, after the first calls are over."""
+    import torch
+
+    from linattn_cli import experiment
+    from linattn_cli.evaluation import evaluate
+    from linattn_cli.training import Trainer
+
+    config, device = _prepare(job)
+    task, model = experiment.build(config)
+    steps = 2 * PROBE_STEPS
+    settings = config.train.model_copy(
+        update={"steps": steps, "log_every": steps, "eval_every": 0, "target_accuracy": None, "warmup_steps": 1}
+    )
+    times = []
+
+    def note(step: int) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter())
+
+    Trainer(model, task, settings, seed=config.seed, device=device, on_step=note).train()
+    step_s = (times[-1] - times[PROBE_STEPS - 1]) / PROBE_STEPS
+    examples = min(64, config.train.eval_examples)
+    started = time.perf_counter()
+    evaluate(
+        model,
+        task,
+        examples=examples,
+        seed=config.seed,
+        stream="validation",
+        device=device,
+        dtype=config.train.dtype,
+    )
+    return {"step_s": step_s, "example_s": (time.perf_counter() - started) / examples}
+
+
+def _clean_up() -> None:
+    """Give memory back between cells: other processes share the GPU."""
+    import sys
+
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

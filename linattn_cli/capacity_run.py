@@ -1,0 +1,294 @@
+"""`linattn capacity-sweep`: run what is missing of a grid, keep each cell as it ends, and report."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from linattn_cli import capacity_report as report
+from linattn_cli.capacity import IMMATERIAL, Cell, cells_of
+from linattn_cli.capacity_cell import Outcome, Work
+from linattn_cli.capacity_store import LOG, RECIPE, SweepFolder, resume_command
+from linattn_cli.capacity_workers import LocalPool, Pool
+from linattn_cli.config import RunConfig, SweepConfig, load_run_config
+from linattn_cli.experiment import differences
+from linattn_cli.output import EXIT_INTERRUPTED, EXIT_TERMINATED, CliError, Document, Terminated
+
+if TYPE_CHECKING:
+    import torch
+
+ATTEMPTS = 2
+"""How often a cell is tried whose worker crashed or ran out of memory."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line of `capacity-sweep`; None is not given.
+
+    overrides  dedicated options by dotted key, lists already parsed
+    workers    None is one a core over the threads of a cell, or on a GPU eight for each
+    """
+
+    recipe: str | None = None
+    sets: list[str] | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    out: Path | None = None
+    resume: bool = False
+    workers: int | None = None
+    ray: str | None = None
+    plot: Path | None = None
+    dry_run: bool = False
+
+
+def run(request: Request, doc: Document) -> None:
+    """Fill `doc`: one row a cell, the aggregated table in the summary, failure if cells failed."""
+    from linattn_cli.latency_plot import check_plot_path
+
+    if request.plot is not None:
+        check_plot_path(request.plot)
+    if request.resume and request.out is None:
+        raise CliError("--resume needs the folder of the sweep", hint="add --out FOLDER")
+    with contextlib.ExitStack() as stack:
+        folder = None
+        if request.resume and not request.dry_run:
+            assert request.out is not None
+            folder = stack.enter_context(SweepFolder.resume(request.out))
+        config = _load(request)
+        cells = cells_of(config)
+        if request.dry_run:
+            _dry_run(request, doc, config, cells)
+            return
+        device = _begin(doc, config, request)
+        if folder is None:
+            folder = stack.enter_context(SweepFolder.create(request.out, config))
+        _enter(folder, config, cells, request, doc)
+        _run_missing(folder, config, device, request, doc)
+        _report(folder, config, doc, request)
+    doc.note(f"saved in {folder.path}: every cell in sweep.sqlite, table cells")
+    doc.note(f"next: more seeds with {resume_command(folder.path)} --seeds 0,1,2; any SQLite tool reads it")
+
+
+def _load(request: Request) -> RunConfig:
+    """The recipe; on a resume the one of the folder, where no other is given, and it must be of the same base."""
+    if not request.resume:
+        return load_run_config(request.recipe, request.sets, _overrides(request, request.recipe))
+    assert request.out is not None
+    first = str(request.out / RECIPE)
+    stored = load_run_config(first)
+    config = load_run_config(request.recipe or first, request.sets, _overrides(request, request.recipe or first))
+    before, after = (each.model_dump(mode="json", exclude={"sweep"}) for each in (stored, config))
+    for key, old, new in differences(before, after):
+        if key not in IMMATERIAL:
+            raise CliError(
+                f"the sweep in {request.out} was started with {key} = {old}, not {new}",
+                hint="a resume may add to the grid, the rest stays; choose another --out for another sweep",
+                kind="run_folder",
+            )
+    before_threads, threads = ((each.sweep or SweepConfig()).threads for each in (stored, config))
+    if before_threads != threads:
+        raise CliError(
+            f"the sweep in {request.out} was started with sweep.threads = {before_threads}, not {threads}",
+            hint="sums over another number of threads round differently; choose another --out",
+            kind="run_folder",
+        )
+    return config
+
+
+def _overrides(request: Request, recipe: str | None) -> dict[str, Any]:
+    """The options; a list given on the command line replaces that list in the further grids of the recipe too."""
+    from linattn_cli.recipe import read_recipe
+
+    overrides = dict(request.overrides)
+    given = {key.rpartition(".")[2] for key, value in overrides.items() if key.startswith("sweep.") and value}
+    data = read_recipe(recipe).data if recipe else {}
+    sweep = data.get("sweep")
+    more = sweep.get("more") if isinstance(sweep, dict) else None
+    if given and isinstance(more, list) and all(isinstance(grid, dict) for grid in more):
+        overrides["sweep.more"] = [{key: value for key, value in grid.items() if key not in given} for grid in more]
+    return overrides
+
+
+def _begin(doc: Document, config: RunConfig, request: Request) -> torch.device:
+    from linattn_cli import environment
+
+    device = environment.resolve_device(config.train.device)
+    environment.resolve_dtype(config.train.dtype, device)
+    doc.config = config
+    doc.memory_hint = "lower --workers, the batch size, the sequence length or d_model"
+    doc.begin(device=device, dtype=config.train.dtype, impl=environment.resolve_impl("auto", device))
+    return device
+
+
+def _enter(folder: SweepFolder, config: RunConfig, cells: list[Cell], request: Request, doc: Document) -> None:
+    """Put the grid into the database; say what a resume adds to it."""
+    new = folder.add(cells)
+    if request.resume and new:
+        path = folder.add_recipe(config)
+        doc.log(f"{len(new)} cells are new to this sweep; their grid is kept in {path}")
+
+
+def _run_missing(folder: SweepFolder, config: RunConfig, device: torch.device, request: Request, doc: Document) -> None:
+    missing = folder.missing()
+    total = len(folder.rows())
+    if not missing:
+        doc.log("every cell is there already")
+        return
+    for cell in missing:
+        folder.begin(cell)
+    bar = doc.progress(total, "cells")
+    with bar:
+        bar.log(f"sweep folder {folder.path}: {len(missing)} of {total} cells to run")
+        bar.skip(total - len(missing))
+        try:
+            with make_pool(config, device, request, len(missing), log=folder.path / LOG) as pool:
+                bar.log(f"{pool.slots} cells at a time, {(config.sweep or SweepConfig()).threads} threads each")
+                for cell, outcome, attempts in run_cells(missing, pool, str(device), bar.log):
+                    row = folder.record(cell, outcome, attempts=attempts, env=doc.env)
+                    if row["status"] != "finished":
+                        bar.log(f"{row['status']}: {cell.label}: {row['error']}")
+                    bar.update(1, last=f"{cell.label}: {row.get('accuracy') or row['status']}")
+        except KeyboardInterrupt as error:
+            _report(folder, config, doc, request)
+            left = len(folder.missing())
+            terminated = isinstance(error, Terminated)
+            raise CliError(
+                f"{'terminated' if terminated else 'interrupted'}: {total - left} of {total} cells are kept",
+                hint=f"continue: {resume_command(folder.path)}",
+                exit_code=EXIT_TERMINATED if terminated else EXIT_INTERRUPTED,
+                kind="terminated" if terminated else "interrupted",
+            ) from None
+
+
+def make_pool(config: RunConfig, device: torch.device, request: Request, jobs: int, *, log: Path) -> Pool:
+    """Workers on this machine, or on a Ray cluster with `--ray`."""
+    threads = (config.sweep or SweepConfig()).threads
+    if request.ray is not None:
+        from linattn_cli.capacity_ray import RayPool
+
+        return RayPool(request.ray, request.workers, threads=threads, device=config.train.device)
+    devices = _devices(config.train.device, device)
+    workers = request.workers or default_workers(devices, threads)
+    return LocalPool(max(1, min(workers, jobs)), devices=devices, threads=threads, log=log)
+
+
+def default_workers(devices: list[str], threads: int) -> int:
+    """A worker for as many threads as there are cores; on GPUs eight each, as far as the cores go."""
+    from linattn_cli.environment import usable_cores
+
+    cores = max(1, usable_cores() // threads)
+    return cores if devices == ["cpu"] else min(cores, 8 * len(devices))
+
+
+def _devices(asked: str, device: torch.device) -> list[str]:
+    """Every GPU where none was named, else the one device."""
+    import torch
+
+    if device.type == "cuda" and asked in ("auto", "cuda"):
+        return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return [str(device)]
+
+
+def run_cells(
+    cells: list[Cell], pool: Pool, device: str, log: Any = lambda line: None
+) -> Iterator[tuple[Cell, Outcome, int]]:
+    """Run cells, the longest first, and yield each as it ends, with the number of attempts.
+
+    A cell whose worker crashed, or that ran out of memory, is tried once more.
+    """
+    waiting = deque((cell, 1) for cell in sorted(cells, key=lambda cell: -cell.tokens))
+    running: dict[int, tuple[Cell, int]] = {}
+    number = 0
+    while waiting or running:
+        while waiting and len(running) < pool.slots:
+            cell, attempt = waiting.popleft()
+            number += 1
+            running[number] = cell, attempt
+            pool.submit(number, job_of(cell, device))
+        for done, outcome in pool.wait():
+            cell, attempt = running.pop(done)
+            error = outcome["error"]
+            again = outcome["status"] == "crashed" or (error is not None and error["type"] == "memory")
+            if again and attempt < ATTEMPTS:
+                log(f"once more: {cell.label}: {error['message'] if error else ''}")
+                waiting.append((cell, attempt + 1))
+            else:
+                yield cell, outcome, attempt
+
+
+def job_of(cell: Cell, device: str, kind: str = "train") -> Work:
+    """What a worker needs to run a cell."""
+    config = cell.config.model_dump(mode="json", exclude={"sweep"})
+    return {"kind": kind, "config": config, "device": device, "threads": cell.threads}
+
+
+def _report(folder: SweepFolder, config: RunConfig, doc: Document, request: Request) -> None:
+    rows = folder.rows()
+    found = report.groups(rows)
+    doc.results = report.result_rows(rows)
+    states = [row["status"] for row in rows]
+    doc.summary = {
+        "cells": len(rows),
+        **{state: states.count(state) for state in ("finished", "diverged", "failed", "pending")},
+        "train_s": sum(row["train_s"] or 0.0 for row in rows),
+        "steps": sum(row["steps"] or 0 for row in rows),
+        "sweep": str(folder.path),
+        "table": found,
+    }
+    doc.tables = _tables(rows, found, config, doc)
+    if request.plot is not None:
+        from linattn_cli.capacity_plot import save_plot
+
+        save_plot(request.plot, found, title=_title(config))
+        doc.note(f"plot saved in {request.plot}")
+    if failed := states.count("failed"):
+        doc.fail(
+            f"{failed} of {len(rows)} cells failed; the others are kept",
+            hint=f"the reasons are in the column error; run them again: {resume_command(folder.path)}",
+        )
+
+
+def _tables(
+    rows: list[dict[str, Any]], found: list[dict[str, Any]], config: RunConfig, doc: Document
+) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The small table at the recipe's own rate where others were tried too, at the best rate, and the long one."""
+    tables = []
+    rates = {row["lr"] for row in rows}
+    own = config.train.lr
+    if len(rates) > 1 and own in rates:
+        fixed = report.groups_at(rows, own)
+        doc.summary["table_at_lr"] = fixed
+        across, small = report.pivot(fixed)
+        tables.append((f"Held-out accuracy at lr {own:g}, by {across}:", small))
+    across, small = report.pivot(found)
+    at = "at the best lr, chosen on validation data" if len(rates) > 1 else f"at lr {next(iter(rates)):g}"
+    tables.append((f"Held-out accuracy {at}, by {across}; mean [least, largest] over seeds:", small))
+    tables.append((f"In full {at}:", report.detail(found)))
+    return tables
+
+
+def _title(config: RunConfig) -> str:
+    return f"{config.task.name}, {config.train.steps} steps at most"
+
+
+def _dry_run(request: Request, doc: Document, config: RunConfig, cells: list[Cell]) -> None:
+    from linattn_cli.capacity_estimate import estimate
+
+    device = _begin(doc, config, request)
+    doc.results = [{**cell.place, "steps": cell.config.train.steps, "tokens": cell.tokens} for cell in cells]
+    with make_pool(config, device, request, len(cells), log=Path(os.devnull)) as pool:
+        started = time.perf_counter()
+        found = estimate(cells, pool, str(device))
+        doc.log(f"probed in {time.perf_counter() - started:.0f} s")
+    doc.summary = {
+        "cells": len(cells),
+        "steps": sum(cell.config.train.steps for cell in cells),
+        "tokens": sum(cell.tokens for cell in cells),
+        **found,
+    }
+    doc.note("nothing was run; leave out --dry-run to run it")
