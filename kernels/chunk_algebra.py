@@ -41,34 +41,34 @@ def advance_states(
 
     In chunk n, with S the state it meets::
 
-        residual_n += sign reading_n S                           (in place)
-        S'          = total_n S + writing_n residual_n + extra_n
+        S' = total_n S + writing_n (residual_n + sign reading_n S) + extra_n
 
     writing `[N, B, H, K, C]`, reading `[N, B, H, C, K]`, residual `[N, B, H, C, V]`; boundaries as in `carry`.
+    Every chunk is one affine map of the state: all maps are built at once, and the loop holds one product each.
     """
-    chunks, batch, heads, _, value_dim = residual.shape
-    states = residual.new_empty(chunks + 1, batch, heads, writing.shape[-2], value_dim)
-    # plain lists of [B * H, ...]: in the loop every other view would cost as much as the products
-    writes, reads, residuals = (list(x.flatten(1, 2)) for x in (writing, reading, residual))
-    totals = None if total is None else list(total.flatten(1, 2)[..., None, None])
-    extras = None if extra is None else list(extra.flatten(1, 2))
+    chunks, batch, heads, key_dim, _ = writing.shape
+    keep = torch.eye(key_dim, dtype=writing.dtype, device=writing.device).expand(chunks, batch, heads, -1, -1)
+    if total is not None:
+        keep = keep * total[..., None, None]
+    maps = list(add_product(keep, writing, reading, sign=sign).flatten(1, 2))
+    states = residual.new_empty(chunks + 1, batch, heads, key_dim, residual.shape[-1])
+    written = states[:-1] if reverse else states[1:]
+    torch.bmm(writing.flatten(0, 2), residual.flatten(0, 2), out=written.flatten(0, 2))
+    if extra is not None:
+        written += extra
     for n, before, after in _boundaries(states.flatten(1, 2), initial_state.flatten(0, 1), reverse):
-        residuals[n].baddbmm_(reads[n], before, alpha=sign)
-        kept = before
-        if totals is not None:
-            kept = totals[n] * before
-        if extras is not None:
-            kept = kept + extras[n]
-        torch.baddbmm(kept, writes[n], residuals[n], out=after)
+        after.baddbmm_(maps[n], before)
     return states
 
 
 def _boundaries(states: Tensor, initial_state: Tensor, reverse: bool) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Chunk by chunk: its number, the state it meets and the place of the state it leaves."""
     chunks = states.shape[0] - 1
-    states[chunks if reverse else 0] = initial_state
+    # a plain list: in the loop a view of every state would cost as much as its product
+    state = list(states)
+    state[chunks if reverse else 0].copy_(initial_state)
     for n in reversed(range(chunks)) if reverse else range(chunks):
-        yield (n, states[n + 1], states[n]) if reverse else (n, states[n], states[n + 1])
+        yield (n, state[n + 1], state[n]) if reverse else (n, state[n], state[n + 1])
 
 
 def add_product(base: Tensor, left: Tensor, right: Tensor, *, sign: int = 1) -> Tensor:

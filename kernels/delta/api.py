@@ -43,6 +43,9 @@ def delta_scan(
     Dtypes: float64, float32, bfloat16, float16; the state is float64 for float64 inputs, else float32; `o`
     has the dtype of `v`, the residual that of the state.
 
+    `chunk_size` is the longest chunk; where the state is float32 the `chunk` implementation takes at most 16 to
+    32 tokens, since longer ones round worse than the recurrence itself (README.md).
+
     Raises `ValueError` for any shape, dtype, device or option that does not fit.
 
     Source: Schlag et al. 2021; Yang et al. 2024 (arXiv 2406.06484); with p != a, VLA (arXiv 2605.11196).

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from linattn_cli.kernels.chunk_algebra import add_product, advance_states, masked, scale_rows, sum_groups
-from linattn_cli.kernels.decay import across, chunk_decay, drop_first_row, earlier, later
+from linattn_cli.kernels.decay import ChunkDecay, across, chunk_decay, drop_first_row, earlier, later
 from linattn_cli.kernels.layout import (
     choose_chunk_size,
     decay_to_chunks,
@@ -38,8 +38,11 @@ def delta_scan_chunk(
     if reverse:
         return _reversed(q, p, a, v, log_decay, initial_state, return_residual, chunk_size)
     batch, tokens, heads, key_dim = p.shape
-    size = choose_chunk_size(tokens, chunk_size, longest=_longest_chunk(batch * heads, key_dim, log_decay))
     dtype = state_dtype(p.dtype)
+    longest = _longest_chunk(batch * heads, key_dim, log_decay)
+    if chunk_size is not None and dtype == torch.float32:
+        chunk_size = min(chunk_size, longest)  # more would round worse than the serial recurrence may
+    size = choose_chunk_size(tokens, chunk_size, longest=longest)
     if initial_state is None:
         initial_state = p.new_zeros(batch, heads, key_dim, v.shape[3], dtype=dtype)
     o, final_state, residual = _DeltaChunk.apply(
@@ -58,13 +61,12 @@ def _longest_chunk(batch_heads: int, key_dim: int, log_decay: Tensor | None) -> 
     """The inverse of a chunk costs C^3 and rounding grows with C; the loop over chunks costs a launch each.
 
     So: short chunks for small heads, shorter where many of them share one pass of the loop, shortest with a
-    decay, whose gradient is a difference of sums over the chunk.
+    decay, whose gradient is a difference of sums over the chunk. With keys all alike, the worst case, float32
+    stays within twice the serial rounding at these lengths and leaves it at twice them.
     """
-    if key_dim > 64:
-        return 64
     if log_decay is not None:
-        return 16
-    return 24 if batch_heads >= 32 else 32
+        return 16 if key_dim <= 64 else 24
+    return 24 if batch_heads >= 32 and key_dim <= 64 else 32
 
 
 def _reversed(
@@ -107,6 +109,14 @@ def _inverse(overwrite: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(overwrite.mT, eye, upper=True, left=False, unitriangular=True).mT
 
 
+def _pairs(left: Tensor, right: Tensor, decay: ChunkDecay | None) -> Tensor:
+    """Products of the tokens of a chunk, `left @ right^T`: in float64 with a decay.
+
+    There they enter the gradient of the log-decay, a difference of sums over the chunk, many times their size.
+    """
+    return left @ right.mT if decay is None else left.double() @ right.mT.double()
+
+
 class _DeltaChunk(torch.autograd.Function):
     """Chunked tensors q `[N, B, H, G C, K]`, p, a `[N, B, H, C, K]`, v `[N, B, H, C, V]`.
 
@@ -117,16 +127,17 @@ class _DeltaChunk(torch.autograd.Function):
     def forward(ctx: Any, q, p, a, v, log_decay, initial_state):
         ctx.set_materialize_grads(False)
         decay = None if log_decay is None else chunk_decay(log_decay)
-        overwrite = p @ a.mT
+        overwrite = _pairs(p, a, decay)
         if decay is not None:
             overwrite *= decay.before
-        scores = masked(q @ a.mT, decay and decay.pair, 0)
-        resolve = _inverse(overwrite)
+        scores = masked(_pairs(q, a, decay), decay and decay.pair, 0).to(q.dtype)
+        resolve = _inverse(overwrite).to(q.dtype)
         residual = resolve @ v
         reading = resolve @ scale_rows(p, decay and decay.ahead)
         writing = scale_rows(a, decay and decay.end).mT
         states = advance_states(initial_state, decay and decay.total, writing, residual, reading, sign=-1)
         starts, final_state = states[:-1], states[-1]
+        residual = add_product(residual, reading, starts, sign=-1)
         o = add_product(scale_rows(q, decay and decay.start) @ starts, scores, residual)
         ctx.save_for_backward(q, p, a, log_decay, resolve, residual, starts)
         return o, final_state.clone(), residual
@@ -144,7 +155,8 @@ class _DeltaChunk(torch.autograd.Function):
 def _delta_backward(q, p, a, log_decay, resolve, residual, starts, d_o, d_final, d_residual):
     size = p.shape[-2]
     decay = None if log_decay is None else chunk_decay(log_decay)
-    scores = masked(q @ a.mT, decay and decay.pair, 0)
+    score_products = _pairs(q, a, decay)
+    scores = masked(score_products.clone(), decay and decay.pair, 0).to(q.dtype)
     a_to_end = scale_rows(a, decay and decay.end)
     read = scores.mT @ d_o if d_residual is None else add_product(d_residual, scores.mT, d_o)
     d_v = resolve.mT @ read
@@ -153,9 +165,11 @@ def _delta_backward(q, p, a, log_decay, resolve, residual, starts, d_o, d_final,
     p_writing = scale_rows(p, decay and decay.ahead).mT.neg()
     d_states = advance_states(d_final, decay and decay.total, p_writing, d_v, through, extra=q_writing, reverse=True)
     d_ends, d_initial = d_states[1:], d_states[0]
+    d_v = add_product(d_v, through, d_ends)
 
-    d_overwrite = masked(d_v @ residual.mT, decay and decay.before, -1)
-    d_scores = masked(d_o @ residual.mT, decay and decay.pair, 0)
+    pair_d_overwrite = masked(_pairs(d_v, residual, decay), decay and decay.before, -1)
+    pair_d_scores = masked(_pairs(d_o, residual, decay), decay and decay.pair, 0)
+    d_overwrite, d_scores = pair_d_overwrite.to(q.dtype), pair_d_scores.to(q.dtype)
     q_from_start = scale_rows(d_o @ starts.mT, decay and decay.start)
     p_from_start = scale_rows(d_v @ starts.mT, decay and decay.ahead)
     a_end = scale_rows(residual @ d_ends.mT, decay and decay.end)
@@ -165,8 +179,8 @@ def _delta_backward(q, p, a, log_decay, resolve, residual, starts, d_o, d_final,
     d_log_decay = None
     if decay is not None:
         # d_scores and scores both carry the decay: pair the first with the bare products
-        score_pairs = sum_groups(d_scores * (q @ a.mT), size)
-        overwrite_pairs = d_overwrite * (p @ a.mT)
+        score_pairs = sum_groups(pair_d_scores * score_products, size)
+        overwrite_pairs = pair_d_overwrite * _pairs(p, a, decay)
         reads = sum_groups((q * q_from_start).sum(-1, keepdim=True), size).squeeze(-1)
         d_log_decay = (
             across(score_pairs)

@@ -49,9 +49,13 @@ def make(
     key_dim: int = 6,
     value_dim: int = 5,
     seed: int = 0,
+    alike: bool = False,
     **options: object,
 ) -> Case:
-    """Random float64 inputs with B = H = 2; unit keys, as the mixers pass them."""
+    """Random float64 inputs with B = H = 2; unit keys, as the mixers pass them.
+
+    `alike` makes the keys positive, as `elu + 1` does: any two of them point nearly the same way.
+    """
     generator = torch.Generator().manual_seed(seed)
     batch = heads = 2
 
@@ -59,7 +63,8 @@ def make(
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     def unit(*shape: int) -> Tensor:
-        return torch.nn.functional.normalize(normal(*shape), dim=-1)
+        x = normal(*shape)
+        return torch.nn.functional.normalize(torch.nn.functional.elu(x) + 1 if alike else x, dim=-1)
 
     keys = (batch, tokens, heads, key_dim)
     queries = (batch, tokens, groups * heads, key_dim)
@@ -84,12 +89,13 @@ def call(case: Case, tensors: dict[str, Tensor], impl: str, **more: object) -> S
     options: dict = {"chunk_size": CHUNK, **case.options, **more, "impl": impl}
     x = dict(tensors)
     if case.operator == "penalty_gain":
+        lambda0 = options.pop("lambda0", LAMBDA0)
         root = x.pop("root", None)
         if root is not None:
             # the inverse of a carried state is a function of its mass, and its gradient goes that way
             mass = root @ root.mT
-            options["initial_state"] = PenaltyState(mass, inverse(mass, LAMBDA0))
-        return penalty_gain(x["u"], x["k"], lambda0=LAMBDA0, **options)
+            options["initial_state"] = PenaltyState(mass, inverse(mass, lambda0))
+        return penalty_gain(x["u"], x["k"], lambda0=lambda0, **options)
     log_decay, state = x.pop("log_decay", None), x.pop("state", None)
     if case.operator == "linear_scan":
         return linear_scan(x["q"], x["k"], x["v"], log_decay=log_decay, initial_state=state, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from linattn_cli.kernels import dispatch
 from linattn_cli.kernels.delta import delta_scan
 from linattn_cli.kernels.layout import choose_chunk_size
 from linattn_cli.kernels.linear import linear_scan
-from linattn_cli.kernels.penalty import penalty_gain
+from linattn_cli.kernels.penalty import chunk, penalty_gain
 from linattn_cli.kernels.types import PenaltyState
 from tests.kernels.primitive_cases import (
     CHUNK,
@@ -70,6 +71,38 @@ def test_grouped_heads_equal_repeated_heads(operator):
 
 def _queries(operator: str) -> tuple[str, ...]:
     return ("k",) if operator == "penalty_gain" else ("q",)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 64])
+@pytest.mark.parametrize("decay", ["none", "tokens"])
+@pytest.mark.parametrize("key_dim", [32, 64, 128])
+def test_delta_scan_in_float32_with_keys_all_alike(key_dim, decay, chunk_size):
+    """The worst case of a chunk: it must neither round worse than the recurrence nor let anybody ask for that."""
+    case = make("delta_scan", 600, decay=decay, key_dim=key_dim, value_dim=key_dim, alike=True)
+    if decay != "none":
+        case.tensors["log_decay"] *= 0.02
+    assert_within_budget(case, torch.float32, chunk_size=chunk_size)
+
+
+def test_penalty_gain_in_float32_where_the_first_chunk_adds_much_mass():
+    case = make("penalty_gain", 300, key_dim=6, lambda0=0.1)
+    case.tensors["u"] *= 3
+    assert_within_budget(case, torch.float32, chunk_size=None)
+
+
+@pytest.mark.parametrize("silent", [0, 60, 114])
+def test_penalty_gain_corrects_the_chunks_that_need_it_wherever_they_stand(silent, monkeypatch):
+    case = make("penalty_gain", 300, key_dim=6, lambda0=0.1)
+    case.tensors["u"] *= 3
+    case.tensors["u"][:, :silent] = 0
+    case = case.cast(torch.float32)
+    exact = run(case.cast(torch.float64), "reference")[0]["o"]
+    errors = {}
+    for name, threshold in (("all", -1.0), ("chosen", chunk.HEAVY), ("none", math.inf)):
+        monkeypatch.setattr(chunk, "HEAVY", threshold)
+        errors[name] = (run(case, "chunk", chunk_size=None)[0]["o"] - exact).norm().item()
+    assert errors["chosen"] < 1.5 * errors["all"]
+    assert errors["chosen"] < 0.5 * errors["none"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
