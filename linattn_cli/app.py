@@ -6,19 +6,24 @@ Nothing heavy is imported here or at the top of a command's module, so that help
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.completion import completion_init
 
 from linattn_cli import __version__, output
 from linattn_cli.commands.capacity_sweep import capacity_sweep
+from linattn_cli.commands.completion import completion
 from linattn_cli.commands.doctor import doctor
 from linattn_cli.commands.eval import evaluate
 from linattn_cli.commands.latency import latency
 from linattn_cli.commands.list import list_
+from linattn_cli.commands.probe_norm import probe_norm
+from linattn_cli.commands.schema import schema
 from linattn_cli.commands.task import task_app
 from linattn_cli.commands.train import train
 from linattn_cli.commands.verify_scan import verify_scan
@@ -68,15 +73,21 @@ app.command("train")(train)
 app.command("eval")(evaluate)
 app.command("verify-scan")(verify_scan)
 app.command("latency")(latency)
+app.command("probe-norm")(probe_norm)
 app.command("capacity-sweep")(capacity_sweep)
 app.add_typer(task_app, name="task", callback=_help_without_subcommand, invoke_without_command=True)
 app.command("list")(list_)
 app.command("doctor")(doctor)
+app.command("schema")(schema)
+app.command("completion")(completion)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and leave with its documented exit code; the entry point of `linattn`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    _open_closed_streams()
+    if "_LINATTN_COMPLETE" in os.environ:  # a shell asks, through the script of `linattn completion`
+        completion_init()
     share_the_cores()
     command = typer.main.get_command(app)
     with output.command("linattn", json=_wants_json(words), debug="--debug" in words) as doc:
@@ -95,8 +106,19 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             raise output.CliError(" ".join(error.format_message().split())) from None
         except typer.Abort:
             raise KeyboardInterrupt from None
+        except SystemExit as left:
+            if isinstance(left.__context__, BrokenPipeError):  # typer's own answer to a reader that went away
+                raise left.__context__ from None
+            raise
         raise SystemExit(code if isinstance(code, int) else output.EXIT_OK)
     raise SystemExit(output.EXIT_OK)
+
+
+def _open_closed_streams() -> None:
+    """A stream that the caller closed (`>&-`) swallows what is written to it."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - held until the end
 
 
 def _nearest_command(message: str, context: Any) -> str:

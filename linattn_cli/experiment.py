@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from linattn_cli.checkpoints import Checkpoint
     from linattn_cli.model import LanguageModel
     from linattn_cli.output import Document
+    from linattn_cli.require import Requirement
     from linattn_cli.tasks.types import Task
 
 MAY_CHANGE = {
@@ -163,9 +164,12 @@ def build(config: RunConfig) -> tuple[Task, LanguageModel]:
     return task, build_model(config.model, vocab_size=task.vocab_size, seq_len=task.input_len)
 
 
-def train(start: Start, doc: Document, *, out: Path | None) -> None:
-    """Train to the end, keep everything in the run folder, and fill `doc` with what was reached."""
-    from linattn_cli import environment
+def train(start: Start, doc: Document, *, out: Path | None, requirements: Sequence[Requirement] = ()) -> None:
+    """Train to the end, keep everything in the run folder, and fill `doc` with what was reached.
+
+    Missed requirements make the document `failed`; the run is kept.
+    """
+    from linattn_cli import environment, require
     from linattn_cli.training import Trainer
 
     config = start.config
@@ -208,6 +212,7 @@ def train(start: Start, doc: Document, *, out: Path | None) -> None:
             "stopped_by": outcome.stopped,
             "run": str(run.path),
         }
+        require.check(requirements, doc)
         run.write_result(doc.as_dict())
     doc.note(f"saved in {run.path}")
     doc.note(f"next: linattn eval {shlex.quote(str(run.path))}{_other_sizes(config)}")

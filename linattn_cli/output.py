@@ -304,6 +304,9 @@ def _finish(doc: Document) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         _leave_quietly(doc.exit_code)
+    except OSError as error:  # the disk behind stdout is full
+        report_exception(doc, error)
+        _silence_stdout()
     if doc.error is not None:
         label = "failed" if doc.status == "failed" else "error"
         write_stderr(f"{label}: {doc.error['message']}")
@@ -316,10 +319,15 @@ def _finish(doc: Document) -> None:
 
 
 def _leave_quietly(exit_code: int) -> NoReturn:
-    """Leave after a closed pipe, with stdout on the null device, or Python would complain at shutdown."""
+    """Leave after a closed pipe."""
+    _silence_stdout()
+    raise SystemExit(exit_code)
+
+
+def _silence_stdout() -> None:
+    """Put stdout on the null device, or Python would complain at shutdown of what it still holds."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    raise SystemExit(exit_code)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ def doctor(
 ) -> None:
     """Show versions and devices, and check every operator here against its reference.
 
+    Example: linattn doctor --json > machine.json
+
     Checks the CPU and the first GPU, or the --device given. Exit code 1 if an operator is wrong.
     """
     with output.command("doctor", fmt=fmt, json=json, quiet=quiet, debug=debug) as doc:

@@ -8,39 +8,53 @@ from typing import Annotated
 import typer
 
 from linattn_cli import output
+from linattn_cli.completions import complete_run
 from linattn_cli.options import (
     DebugOption,
-    DeviceOption,
-    DtypeOption,
     FormatOption,
-    ImplOption,
     JsonOption,
     NPairsListOption,
     QuietOption,
-    SeedOption,
     SeqLensOption,
     UpdatesOption,
+    device_option,
+    dtype_option,
+    impl_option,
     parse_ints,
+    require_option,
+    seed_option,
 )
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder that `linattn train` saved.")],
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="Run folder that `linattn train` saved.", autocompletion=complete_run),
+    ],
     n_pairs: NPairsListOption = None,
     seq_lens: SeqLensOption = None,
     updates: UpdatesOption = None,
     examples: Annotated[
         int | None,
-        typer.Option("--examples", min=1, help="Held-out sequences a row.", rich_help_panel="Task"),
+        typer.Option(
+            "--examples",
+            min=1,
+            help="Held-out sequences a row.",
+            show_default="the run's train.eval_examples",
+            rich_help_panel="Task",
+        ),
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option("--step", min=0, help="Checkpoint to evaluate; the last one.", rich_help_panel="Run"),
+        typer.Option(
+            "--step", min=0, help="Checkpoint to evaluate.", show_default="the last one", rich_help_panel="Run"
+        ),
     ] = None,
-    seed: SeedOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    impl: ImplOption = None,
+    seed: Annotated[int | None, seed_option("the run's")] = None,
+    device: Annotated[str | None, device_option("the run's")] = None,
+    dtype: Annotated[str | None, dtype_option("the run's")] = None,
+    impl: Annotated[str | None, impl_option("the run's")] = None,
+    require: Annotated[list[str] | None, require_option("eval")] = None,
     fmt: FormatOption = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -55,7 +69,9 @@ def evaluate(
     """
     with output.command("eval", fmt=fmt, json=json, quiet=quiet, debug=debug) as doc:
         from linattn_cli import heldout
+        from linattn_cli.require import check, parse
 
+        requirements = parse(require, "eval")
         heldout.evaluate_run(
             run,
             doc,
@@ -71,3 +87,4 @@ def evaluate(
                 "model.impl": impl,
             },
         )
+        check(requirements, doc)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from linattn_cli import output
+from linattn_cli import completions, output
 from linattn_cli.options import (
     DebugOption,
     DeviceOption,
@@ -34,7 +34,10 @@ def latency(
         str | None,
         typer.Option(
             "--models",
-            help=f"Mixers and primitives, comma-separated, or all mixers; {MODELS}. Softmax is always there.",
+            help="Mixers and primitives, comma-separated, or all mixers; your own are path/to/mine.py:MyMixer. "
+            "Softmax is always there.",
+            show_default=MODELS,
+            autocompletion=completions.complete_operators,
             rich_help_panel=_TIMING,
         ),
     ] = None,
@@ -42,7 +45,8 @@ def latency(
         str | None,
         typer.Option(
             "--seq-lens",
-            help="Lengths: 1024,2048 or 1k,2k, or a doubling range, 1k..128k. Default 256..8k, on a GPU 1k..128k.",
+            help="Lengths in tokens: 1024,2048 or 1k,2k, or a doubling range, 1k..128k.",
+            show_default="256..8k, on a GPU 1k..128k",
             rich_help_panel=_TIMING,
         ),
     ] = None,
@@ -51,6 +55,7 @@ def latency(
         typer.Option(
             "--mode",
             help="forward, train (forward and backward), or decode (one token after a context of each length).",
+            autocompletion=completions.choices(*MODES),
             rich_help_panel=_TIMING,
         ),
     ] = "forward",
@@ -60,12 +65,15 @@ def latency(
             "--impl",
             help="Implementations, comma-separated: auto, chunk, triton, scan, reference (token by token; the "
             "others then show their speed-up over it).",
+            show_default="auto",
+            autocompletion=completions.choices(*IMPLS, several=True),
             rich_help_panel="Compute",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.", rich_help_panel=_TIMING)] = 1,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences of a call.", rich_help_panel=_TIMING)] = 1,
     heads: Annotated[
-        int | None, typer.Option("--heads", min=1, help="Heads: 4, on a GPU 16.", rich_help_panel=_TIMING)
+        int | None,
+        typer.Option("--heads", min=1, help="Heads.", show_default="4, on a GPU 16", rich_help_panel=_TIMING),
     ] = None,
     d_head: Annotated[
         int, typer.Option("--d-head", min=1, max=256, help="Dimension of a head.", rich_help_panel=_TIMING)
@@ -79,7 +87,8 @@ def latency(
         typer.Option(
             "--repetitions",
             min=FEWEST_REPETITIONS,
-            help="Repetitions of a cell: 20, on a GPU 50.",
+            help="Repetitions of a cell.",
+            show_default="20, on a GPU 50",
             rich_help_panel=_TIMING,
         ),
     ] = None,
@@ -104,7 +113,9 @@ def latency(
         str | None,
         typer.Option(
             "--dtype",
-            help="float32, on a GPU bfloat16, or float64; states are never less than float32.",
+            help="float32, bfloat16 or float64; states are never less than float32.",
+            show_default="float32, on a GPU bfloat16",
+            autocompletion=completions.choices("float32", "bfloat16", "float64"),
             rich_help_panel="Compute",
         ),
     ] = None,

@@ -7,19 +7,31 @@ from typing import Annotated, Any
 import typer
 
 from linattn_cli import output
+from linattn_cli.completions import choices
 from linattn_cli.options import DebugOption, FormatOption, JsonOption, QuietOption
 
 KINDS = ("models", "tasks", "recipes")
 
 
 def list_(
-    kind: Annotated[str | None, typer.Argument(metavar="[models|tasks|recipes]", help="All three by default.")] = None,
+    kind: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[models|tasks|recipes]",
+            help="Which of them.",
+            show_default="all three",
+            autocompletion=choices(*KINDS),
+        ),
+    ] = None,
     fmt: FormatOption = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """List the models, tasks and recipes there are."""
+    """List the models, tasks and recipes there are.
+
+    Example: linattn list models --format csv | cut -d, -f2
+    """
     with output.command("list", fmt=fmt, json=json, quiet=quiet, debug=debug) as doc:
         if kind is not None and kind not in KINDS:
             from linattn_cli.recipe import nearest

@@ -31,6 +31,7 @@ from linattn_cli.options import (
     TargetAccuracyOption,
     TaskOption,
     UpdatesOption,
+    require_option,
 )
 
 
@@ -67,6 +68,7 @@ def train(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     impl: ImplOption = None,
+    require: Annotated[list[str] | None, require_option("train")] = None,
     fmt: FormatOption = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -77,7 +79,8 @@ def train(
     Example: linattn train --model vla --task mqar --n-pairs 8 --steps 1000
 
     Writes a run folder (recipe.yaml, metrics.jsonl, result.json, checkpoints) and ends with a table: held-out
-    accuracy beside chance, norms of the state, the largest Jacobian norm, speed and size.
+    accuracy beside chance, norms of the state, the largest Jacobian norm, speed and size. A recipe's values come
+    before the defaults shown here, and options before both.
     """
     overrides: dict[str, Any] = {
         "model.name": model,
@@ -99,8 +102,10 @@ def train(
     }
     with output.command("train", fmt=fmt, json=json, quiet=quiet, debug=debug) as doc:
         from linattn_cli import experiment
+        from linattn_cli.require import parse
 
+        requirements = parse(require, "train")
         start = experiment.resolve(
             recipe=recipe, sets=sets, overrides=overrides, out=out, resume=resume, from_step=from_step
         )
-        experiment.train(start, doc, out=out)
+        experiment.train(start, doc, out=out, requirements=requirements)

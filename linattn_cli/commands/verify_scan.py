@@ -6,41 +6,63 @@ from typing import Annotated
 
 import typer
 
-from linattn_cli import output
+from linattn_cli import completions, output
 from linattn_cli.options import (
     DebugOption,
     DeviceOption,
-    DHeadOption,
     FormatOption,
     JsonOption,
     QuietOption,
-    SeqLenOption,
+    d_head_option,
+    seq_len_option,
 )
 
 _CHECK = "Check"
+BUGS = (
+    "drop-last-token",
+    "shift-mask",
+    "drop-decay",
+    "stale-state",
+    "swap-read-write",
+    "skip-tail-chunk",
+    "low-precision-state",
+)
 
 
 def verify_scan(
     models: Annotated[
         str | None,
-        typer.Option("--models", help="Mixers and primitives, comma-separated; all of them.", rich_help_panel=_CHECK),
+        typer.Option(
+            "--models",
+            help="Mixers and primitives, comma-separated; your own are path/to/mine.py:MyMixer.",
+            show_default="all",
+            autocompletion=completions.complete_operators,
+            rich_help_panel=_CHECK,
+        ),
     ] = None,
     forms: Annotated[
         str | None,
         typer.Option(
             "--forms",
-            help="serial, chunk, scan, triton, or single forms such as chunk-split; all of them.",
+            help="serial, chunk, scan, triton, or single forms such as chunk-split, comma-separated.",
+            show_default="all",
+            autocompletion=completions.choices("serial", "chunk", "scan", "triton", several=True),
             rich_help_panel=_CHECK,
         ),
     ] = None,
     dtypes: Annotated[
         str | None,
         typer.Option(
-            "--dtypes", "--dtype", help="float64, float32, bfloat16, float16; the first three.", rich_help_panel=_CHECK
+            "--dtypes",
+            "--dtype",
+            help="float64, float32, bfloat16, float16, comma-separated.",
+            show_default="the first three; the first two with --quick",
+            autocompletion=completions.choices("float64", "float32", "bfloat16", "float16", several=True),
+            rich_help_panel=_CHECK,
         ),
     ] = None,
-    seq_len: SeqLenOption = None,
-    d_head: DHeadOption = None,
+    seq_len: Annotated[int | None, seq_len_option("97; 37 with --quick", _CHECK)] = None,
+    d_head: Annotated[int | None, d_head_option("20; 8 with --quick", _CHECK)] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the inputs.", rich_help_panel=_CHECK)] = 0,
     quick: Annotated[
         bool,
@@ -51,8 +73,8 @@ def verify_scan(
         typer.Option(
             "--inject",
             metavar="BUG",
-            help="Plant a bug that must be caught: drop-last-token, shift-mask, drop-decay, stale-state, "
-            "swap-read-write, skip-tail-chunk, low-precision-state.",
+            help=f"Plant a bug that must be caught: {', '.join(BUGS)}.",
+            autocompletion=completions.choices(*BUGS),
             rich_help_panel=_CHECK,
         ),
     ] = None,

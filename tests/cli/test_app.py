@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from linattn_cli import __version__
@@ -21,7 +22,7 @@ from linattn_cli.recipe import recipe_names
 from linattn_cli.tasks import TASKS
 
 HEAVY = ("torch", "triton", "numpy", "pydantic", "matplotlib")
-COMMANDS = ("train", "eval", "verify-scan", "latency", "task", "list", "doctor")
+COMMANDS = tuple(typer.main.get_command(app).commands)
 
 
 def call(capsys, *words: str) -> tuple[int, str, str]:
