@@ -88,6 +88,7 @@ class _Unit(torch.autograd.Function):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min_(UNIT_EPS)
         y = x / norm
         ctx.save_for_backward(y, norm)
+        ctx.save_for_forward(y, norm)
         return y
 
     @staticmethod
@@ -95,6 +96,10 @@ class _Unit(torch.autograd.Function):
         y, norm = ctx.saved_tensors
         along = (y * d_y).sum(-1, keepdim=True)
         return torch.addcmul(d_y, y, along, value=-1) / norm
+
+    @staticmethod
+    def jvp(ctx: Any, d_x: Tensor):  # type: ignore[override]
+        return _Unit.backward(ctx, d_x)  # the Jacobian is symmetric
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -1,0 +1,140 @@
+"""`linattn probe-norm`: norms of states and of their Jacobians, and what the papers claim of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from linattn_cli import output
+from linattn_cli.options import (
+    DebugOption,
+    DeviceOption,
+    FormatOption,
+    JsonOption,
+    QuietOption,
+    SetOption,
+    parse_int,
+    parse_ints,
+    parse_names,
+)
+
+_PROBE = "Probe"
+
+
+def probe_norm(
+    models: Annotated[
+        str | None,
+        typer.Option("--models", help="Mixers, comma-separated; all of them.", rich_help_panel=_PROBE),
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--source",
+            help="operator (the default): bare operators on inputs from N(0, 1). model: the layers of an untrained "
+            "model on random tokens.",
+            rich_help_panel=_PROBE,
+        ),
+    ] = None,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--run",
+            metavar="RUN",
+            help="The layers of a trained run, on held-out sequences of its task; may be repeated.",
+            rich_help_panel=_PROBE,
+        ),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option("--step", min=0, help="Checkpoint of the run; the last one.", rich_help_panel=_PROBE),
+    ] = None,
+    seq_len: Annotated[
+        str | None,
+        typer.Option(
+            "--seq-len",
+            metavar="INTEGER",
+            help="Tokens: 1000, or what the run was trained on; 4k is 4096.",
+            rich_help_panel=_PROBE,
+        ),
+    ] = None,
+    d_head: Annotated[
+        int | None, typer.Option("--d-head", min=1, help="Dimension of a head: 32.", rich_help_panel=_PROBE)
+    ] = None,
+    heads: Annotated[int | None, typer.Option("--heads", min=1, help="Heads: 4.", rich_help_panel=_PROBE)] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option("--seeds", help="Seeds of inputs and weights, comma-separated: 0.", rich_help_panel=_PROBE),
+    ] = None,
+    no_normalise_gate: Annotated[
+        bool,
+        typer.Option(
+            "--no-normalise-gate",
+            help="VLA without normalised gates, and the blow-up of raw keys that the paper reports.",
+            rich_help_panel=_PROBE,
+        ),
+    ] = False,
+    sets: SetOption = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Save a plot, .png or .svg.", rich_help_panel="Output"),
+    ] = None,
+    device: DeviceOption = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            help="Of inputs and states: float32, bfloat16 or float64. Jacobians are always taken in float64.",
+            rich_help_panel="Compute",
+        ),
+    ] = None,
+    impl: Annotated[
+        str | None,
+        typer.Option(
+            "--impl",
+            help="What states and gradients go through: auto, chunk, triton, scan or reference. A Jacobian is always "
+            "that of the serial step.",
+            rich_help_panel="Compute",
+        ),
+    ] = None,
+    fmt: FormatOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Measure states, their Jacobians and gradients over time, and give a verdict on each claim of the papers.
+
+    Example: linattn probe-norm --models vla,linear,hla2 --seq-len 4k --plot norms.png
+
+    J_t = dS_t/dS_(t-1) comes from differentiating the step itself: all singular values and eigenvalues where S is
+    one matrix, Krylov iterations where the state is several moments (hla2, ahla, hla3). For VLA it is that of S
+    with A held fixed, as in the paper; norm_max_with_A is that of A and S together. Softmax has none. Exit code 1
+    if a check fails: the closed form of VLA's norm, or gradients against products of Jacobians.
+    """
+    with output.command("probe-norm", fmt=fmt, json=json, quiet=quiet, debug=debug) as doc:
+        from linattn_cli.kernels.registry import MIXERS
+
+        chosen = None if models is None else parse_names(models, MIXERS, "--models")
+        seed_list = [0] if seeds is None else parse_ints(seeds, "--seeds")
+        tokens = None if seq_len is None else parse_int(seq_len, "--seq-len")
+
+        from linattn_cli.probe_report import Request, run
+
+        request = Request(
+            models=chosen,
+            source=source,
+            runs=runs or [],
+            step=step,
+            seq_len=tokens,
+            d_head=d_head,
+            heads=heads,
+            seeds=seed_list,
+            sets=sets or [],
+            normalise_gate=not no_normalise_gate,
+            device=device,
+            dtype=dtype,
+            impl=impl,
+            plot=plot,
+        )
+        run(request, doc)

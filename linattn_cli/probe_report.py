@@ -1,0 +1,252 @@
+"""`linattn probe-norm`: what is asked for, the rows and tables of what was found, and the checks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from linattn_cli.config import RunConfig, load_run_config
+from linattn_cli.kernels.registry import MIXERS
+from linattn_cli.output import CliError, Document
+from linattn_cli.runs import RECIPE, require_run
+
+SEQ_LEN = 1000
+OPERATOR, MODEL = SOURCES = ("operator", "model")
+
+MATRIX_ERROR = 1e-9
+KRYLOV_RESIDUAL = 1e-4
+GRADIENT_ERROR = 1e-6
+"""Largest errors that rounding can explain, in float64; beyond them a number printed here is wrong."""
+
+MEMORY_HINT = "lower --seq-len, --heads or --d-head"
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line of `probe-norm`; None is the default."""
+
+    models: list[str] | None
+    source: str | None
+    runs: list[Path]
+    step: int | None
+    seq_len: int | None
+    d_head: int | None
+    heads: int | None
+    seeds: list[int]
+    sets: list[str]
+    normalise_gate: bool
+    device: str | None
+    dtype: str | None
+    impl: str | None
+    plot: Path | None
+
+
+def run(request: Request, doc: Document) -> None:
+    """Measure every subject and fill the document: rows, verdicts, tables, and failure where a check found an error."""
+    from linattn_cli import environment
+    from linattn_cli.probe_blowup import blow_up
+    from linattn_cli.probe_claims import claims
+    from linattn_cli.probe_measure import Measurement, measure
+
+    doc.memory_hint = MEMORY_HINT
+    _check(request)
+    jobs = _jobs(request)
+    device = environment.resolve_device(request.device or "auto")
+    for job in jobs:
+        environment.resolve_dtype(job.config.train.dtype, device)
+    dtypes = list(dict.fromkeys(job.config.train.dtype for job in jobs))
+    impls = [_resolved_impl(job.config, device) for job in jobs]
+    doc.config = _described(request, jobs)
+    doc.begin(
+        device=device,
+        dtype=",".join(dtypes),
+        impl=",".join(dict.fromkeys(impls)),
+        seed=request.seeds[0] if len(request.seeds) == 1 else None,
+    )
+    found: list[Measurement] = []
+    with doc.progress(len(jobs), "probe-norm") as bar:
+        for job, impl in zip(jobs, impls, strict=True):
+            found += [measure(subject, impl) for subject in _subjects(request, job, device)]
+            bar.update(1)
+    blown = None if request.normalise_gate else blow_up(seed=request.seeds[0])
+    verdicts = claims(found, blown)
+    _report(doc, found, verdicts, blown)
+    if request.plot is not None:
+        from linattn_cli.probe_plot import save_plot
+
+        save_plot(request.plot, found, blown, title=_title(request, dtypes))
+        doc.note(f"plot saved in {request.plot}")
+    _judge(doc, found, verdicts)
+
+
+def _check(request: Request) -> None:
+    if request.plot is not None:
+        from linattn_cli.latency_plot import check_plot_path
+
+        check_plot_path(request.plot)
+    if request.source is not None and request.source not in SOURCES:
+        from linattn_cli.recipe import nearest
+
+        raise CliError(
+            f"--source must be {' or '.join(SOURCES)}; got {request.source!r}{nearest(request.source, SOURCES)}",
+            hint="a trained model is --run RUN",
+        )
+    if request.runs:
+        given = {
+            "--models": request.models,
+            "--source": request.source,
+            "--d-head": request.d_head,
+            "--heads": request.heads,
+            "--set": request.sets or None,
+            "--no-normalise-gate": None if request.normalise_gate else True,
+            "--seeds": None if request.seeds == [0] else True,
+        }
+        wrong = [name for name, value in given.items() if value is not None]
+        if wrong:
+            raise CliError(
+                f"{wrong[0]} does not go with --run: the run decides it", hint=f"leave {wrong[0]} or --run out"
+            )
+    elif request.step is not None:
+        raise CliError("--step belongs to --run", hint="add --run RUN")
+    if request.seq_len is not None and request.seq_len < 1:
+        raise CliError(f"--seq-len must be at least 1, got {request.seq_len}")
+    models = request.models or list(MIXERS)
+    if not request.normalise_gate and "vla" not in models:
+        raise CliError("--no-normalise-gate is an option of vla, which is not among --models", hint="add vla to them")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model and a seed, or a run folder."""
+
+    config: RunConfig
+    seed: int
+    run: Path | None = None
+
+
+def _jobs(request: Request) -> list[Job]:
+    common = {"model.impl": request.impl, "train.dtype": request.dtype}
+    if request.runs:
+        jobs = []
+        for path in request.runs:
+            require_run(path)
+            config = load_run_config(str(path / RECIPE), overrides=common)
+            jobs.append(Job(config, config.seed, path))
+        return jobs
+    configs = []
+    for name in request.models or list(MIXERS):
+        gate = False if name == "vla" and not request.normalise_gate else None
+        own = {
+            "model.name": name,
+            "model.d_head": request.d_head,
+            "model.heads": request.heads,
+            "model.options.normalise_gate": gate,
+        }
+        configs.append(load_run_config(sets=request.sets, overrides=common | own))
+    return [Job(config, seed) for config in configs for seed in request.seeds]
+
+
+def _resolved_impl(config: RunConfig, device: Any) -> str:
+    from linattn_cli import environment
+
+    impl = config.model.impl
+    if impl in ("auto", "triton") and config.train.dtype == "float64":
+        if impl == "triton":
+            raise CliError("--impl triton has no float64", hint="use --impl chunk, or --dtype float32")
+        return "chunk"
+    found = environment.resolve_impl(impl, device)
+    return impl if "/" in found else found
+
+
+def _subjects(request: Request, job: Job, device: Any) -> list[Any]:
+    import torch
+
+    from linattn_cli import probe_source
+
+    if job.run is not None:
+        return probe_source.run_subjects(job.run, job.config, seq_len=request.seq_len, step=request.step, device=device)
+    tokens = request.seq_len or SEQ_LEN
+    if request.source == MODEL:
+        return probe_source.model_subjects(job.config, seq_len=tokens, seed=job.seed, device=device)
+    dtype = getattr(torch, job.config.train.dtype)
+    return [probe_source.operator_subject(job.config, seq_len=tokens, seed=job.seed, device=device, dtype=dtype)]
+
+
+def _described(request: Request, jobs: list[Job]) -> dict[str, Any]:
+    models = {job.config.model.name: job.config.model for job in jobs}
+    first = jobs[0].config
+    return {
+        "source": [str(path) for path in request.runs] or request.source or OPERATOR,
+        "models": list(models),
+        "options": {name: model.options for name, model in models.items()},
+        "seq_len": request.seq_len or (None if request.runs else SEQ_LEN),
+        "d_head": first.model.d_head,
+        "heads": first.model.heads,
+        "seeds": list(dict.fromkeys(job.seed for job in jobs)),
+        "step": request.step,
+        "dtype": list(dict.fromkeys(job.config.train.dtype for job in jobs)),
+        "impl": first.model.impl,
+        "plot": request.plot,
+    }
+
+
+def _title(request: Request, dtypes: list[str]) -> str:
+    what = ", ".join(str(path) for path in request.runs) or request.source or OPERATOR
+    return f"{what}, {', '.join(dtypes)}"
+
+
+def _report(doc: Document, found: Sequence[Any], verdicts: Sequence[Any], blown: Any) -> None:
+    from linattn_cli import probe_tables
+
+    series = doc.fmt == "json"
+    rows = [probe_tables.row(m, series=series) for m in found]
+    doc.results = [probe_tables.condensed(row) for row in rows] if doc.fmt == "markdown" else rows
+    if series:
+        doc.summary = {
+            claim.key: {"claim": claim.claim, "holds": claim.holds, "value": claim.value, "text": claim.text}
+            for claim in verdicts
+        }
+    else:
+        doc.summary = {claim.claim: claim.verdict for claim in verdicts}
+    if blown is not None:
+        doc.summary["unnormalised_repeated_key_log10"] = float(blown.repeated[-1])
+        doc.summary["unnormalised_random_keys_log10"] = float(blown.random[-1])
+        if series:
+            doc.summary["unnormalised_log10_by_step"] = {
+                "repeated_key": blown.repeated.tolist(),
+                "random_keys": blown.random.tolist(),
+            }
+    if doc.fmt == "table":
+        doc.text = probe_tables.tables(doc.command, rows, doc.summary)
+
+
+def _judge(doc: Document, found: Sequence[Any], verdicts: Sequence[Any]) -> None:
+    """Warn of states that are not finite; fail where a measurement contradicts itself or the closed form."""
+    for m in found:
+        if m.state is not None and m.state.nonfinite is not None:
+            step, name = m.state.nonfinite
+            doc.warn(f"{_name(m)}: {name} is not finite from step {step} on")
+    wrong = [problem for m in found for problem in _problems(m)]
+    wrong += [claim.verdict for claim in verdicts if claim.key == "vla_closed_form" and not claim.holds]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        doc.fail(f"{wrong[0]}{more}", hint="linattn verify-scan checks the recurrences themselves")
+
+
+def _problems(m: Any) -> list[str]:
+    if m.jacobians is None or m.flow is None:
+        return []
+    checks: Mapping[str, tuple[float, float]] = {
+        "the Jacobian is off from the step it is of by": (m.jacobians.error, MATRIX_ERROR),
+        "the residual of a Jacobian's norm or radius is": (m.jacobians.residual, KRYLOV_RESIDUAL),
+        "the residual of the joint Jacobian's norm is": (m.penalty_residual, KRYLOV_RESIDUAL),
+        "gradients by autograd and by products of Jacobians differ by": (m.flow.error, GRADIENT_ERROR),
+    }
+    return [f"{_name(m)}: {what} {got:.2g}" for what, (got, most) in checks.items() if not got <= most]
+
+
+def _name(m: Any) -> str:
+    layer = "" if m.subject.layer is None else f" layer {m.subject.layer}"
+    return f"{m.subject.model}{layer} (seed {m.subject.seed})"
