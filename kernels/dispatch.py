@@ -82,6 +82,11 @@ def run(operator: str, impl: str, *tensors: Tensor, **options: object) -> Any:
         return load(operator, impl)(*tensors, **options)
 
 
+def overridden(operator: str, impl: str) -> bool:
+    """Whether `override` has replaced this implementation for now."""
+    return (operator, impl) in _overrides
+
+
 @contextmanager
 def override(operator: str, impl: str, function: Callable) -> Iterator[None]:
     """Replace one implementation for the duration of a block; how planted bugs are tested."""

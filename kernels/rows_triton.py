@@ -24,7 +24,8 @@ UNIT_EPS = tl.constexpr(1e-12)  # floor of a norm, as in torch.nn.functional.nor
 
 
 @triton.jit
-def _feature(b_x, MAP: tl.constexpr):
+def feature(b_x, MAP: tl.constexpr):
+    """The feature map of that name, float32."""
     if MAP == "elu1":
         return tl.where(b_x > 0, b_x + 1, tl.exp(tl.minimum(b_x, 0.0)))
     if MAP == "silu":
@@ -55,7 +56,7 @@ def _features_kernel(
     p_x, p_y, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr
 ):
     o_x, keep = _rows(rows, D, BD, BR)
-    b_y = tl.where(keep, _feature(tl.load(p_x + o_x, mask=keep, other=0.0).to(tl.float32), MAP), 0.0)
+    b_y = tl.where(keep, feature(tl.load(p_x + o_x, mask=keep, other=0.0).to(tl.float32), MAP), 0.0)
     if UNIT:
         b_y /= tl.maximum(tl.sqrt(tl.sum(b_y * b_y, axis=1)), UNIT_EPS)[:, None]
     tl.store(p_y + o_x, b_y.to(p_y.dtype.element_ty), mask=keep)
@@ -69,7 +70,7 @@ def _features_backward_kernel(
     b_x = tl.load(p_x + o_x, mask=keep, other=0.0).to(tl.float32)
     b_d = tl.load(p_dy + o_x, mask=keep, other=0.0).to(tl.float32)
     if UNIT:
-        b_y = tl.where(keep, _feature(b_x, MAP), 0.0)
+        b_y = tl.where(keep, feature(b_x, MAP), 0.0)
         b_norm = tl.sqrt(tl.sum(b_y * b_y, axis=1))
         b_y /= tl.maximum(b_norm, UNIT_EPS)[:, None]
         b_along = tl.where(b_norm > UNIT_EPS, tl.sum(b_y * b_d, axis=1), 0.0)

@@ -73,7 +73,8 @@ class FormOutput:
 
     o        [B, T, Q, V], dtype of the values
     state    a NamedTuple of tensors, enough to continue token by token
-    clamped  number of read-outs whose denominator was clamped (0-dim int64), None where there is none
+    clamped  number of read-outs whose denominator was clamped (0-dim int64; after a decoding step on a GPU one flag
+             a read-out, `[B, Q]`, as counting them would be a second launch), None where there is none
     impl     the implementation that ran
     """
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from linattn_cli.kernels.forms.decode import decodes, matrix_step
 from linattn_cli.kernels.forms.features import check_mask, feature_map, keep, unit
 from linattn_cli.kernels.forms.scan import delta_scan
 from linattn_cli.kernels.forms.serial import pick, start_state, token_masks
@@ -45,11 +46,12 @@ def deltanet(
         return deltanet_serial(q, k, v, beta, mask=mask, initial_state=initial_state)
     check_mask(mask, k)
     check_shape("beta", beta, "BTH", k.shape[:3])
-    silu = feature_map("silu")
-    key = keep(unit(silu(k)), mask)
-    return _delta_form(
-        unit(silu(q)), key, (key * beta.unsqueeze(-1)).to(key.dtype), v, None, initial_state, chunk_size, impl
-    )
+    if decodes(impl, ("delta_scan",), (v, q, k, beta), mask, initial_state):
+        return _delta_step("deltanet", q, k, v, beta, None, "silu", initial_state)
+    unit_silu = feature_map("silu", normalise=True, impl=impl)
+    key = keep(unit_silu(k), mask)
+    write = (key * beta.unsqueeze(-1)).to(key.dtype)
+    return _delta_form(unit_silu(q), key, write, v, None, initial_state, chunk_size, impl)
 
 
 def deltanet_serial(
@@ -91,9 +93,12 @@ def decay_delta(
     if Impl.parse(impl) is Impl.REFERENCE:
         return decay_delta_serial(q, k, v, log_decay, feature_map=feature_map, mask=mask, initial_state=initial_state)
     check_mask(mask, k)
-    phi = _phi(feature_map)
-    key = keep(unit(phi(k)), mask)
-    return _delta_form(unit(phi(q)), key, key, v, keep(log_decay, mask), initial_state, chunk_size, impl)
+    check_log_decay(log_decay, k, k.shape[2])
+    if decodes(impl, ("delta_scan",), (v, q, k, log_decay), mask, initial_state):
+        return _delta_step("decay_delta", q, k, v, None, log_decay, feature_map, initial_state)
+    unit_phi = _phi(feature_map, normalise=True, impl=impl)
+    key = keep(unit_phi(k), mask)
+    return _delta_form(unit_phi(q), key, key, v, keep(log_decay, mask), initial_state, chunk_size, impl)
 
 
 _phi = feature_map
@@ -112,6 +117,13 @@ def decay_delta_serial(
     """`decay_delta` one token at a time; the oracle."""
     check_log_decay(log_decay, k, k.shape[2])
     return _delta_serial(feature_map, q, k, v, None, log_decay, mask, initial_state)
+
+
+def _delta_step(mixer, q, k, v, beta, log_decay, phi_name, state: DeltaState) -> FormOutput:
+    """One token from a carried state, in one launch."""
+    check_linear(q, k, v, None, state.S, None)
+    step = matrix_step(mixer, q, k, v, state.S, beta=beta, log_decay=log_decay, feature_map=phi_name)
+    return FormOutput(step.o, DeltaState(step.S), impl="triton")
 
 
 def _delta_form(q, p, a, v, log_decay, initial_state, chunk_size, impl) -> FormOutput:

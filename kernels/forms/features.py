@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linattn_cli.kernels.dispatch import triton_available
-from linattn_cli.kernels.types import state_dtype
+from linattn_cli.kernels import dispatch
+from linattn_cli.kernels.types import Impl, state_dtype
 from linattn_cli.kernels.validate import check_device, check_shape
 
 RATIO_EPS = 1e-4
@@ -25,16 +25,16 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def feature_map(name: str, *, normalise: bool = False) -> Callable[[Tensor], Tensor]:
+def feature_map(name: str, *, normalise: bool = False, impl: str | Impl = Impl.CHUNK) -> Callable[[Tensor], Tensor]:
     """The feature map phi of that name: `elu1` is elu(x) + 1, positive; `silu` and `identity` are signed.
 
-    With `normalise`, phi(x) / |phi(x)| over the last dimension.
+    With `normalise`, phi(x) / |phi(x)| over the last dimension. `impl` is that of the scans it belongs to.
     """
     if name not in FEATURE_MAPS:
         raise ValueError(f"feature_map must be one of {', '.join(FEATURE_MAPS)}; got {name!r}")
 
     def apply(x: Tensor) -> Tensor:
-        if _one_pass(x):
+        if one_pass(impl, x):
             from linattn_cli.kernels.rows_triton import features_triton
 
             return features_triton(x, name, unit=normalise) if normalise or name != "identity" else x
@@ -43,9 +43,14 @@ def feature_map(name: str, *, normalise: bool = False) -> Callable[[Tensor], Ten
     return apply
 
 
-def _one_pass(x: Tensor) -> bool:
-    """Whether row-wise work runs as one Triton kernel, where eager PyTorch takes longer than the scans."""
-    return x.is_cuda and x.dtype != torch.float64 and triton_available()
+def one_pass(impl: str | Impl, x: Tensor) -> bool:
+    """Whether row-wise work on `x` runs as one Triton kernel: where the scans beside it do.
+
+    In eager PyTorch it takes longer than they do.
+    """
+    if Impl.parse(impl) not in (Impl.AUTO, Impl.TRITON) or x.dtype == torch.float64:
+        return False
+    return dispatch.resolve("linear_scan", impl, x) == "triton"
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -71,9 +76,9 @@ def keep(x: Tensor, mask: Tensor | None) -> Tensor:
     return x.masked_fill(~mask.view(*mask.shape, *(1,) * (x.dim() - 2)), 0)
 
 
-def unit(x: Tensor) -> Tensor:
+def unit(x: Tensor, *, impl: str | Impl = Impl.CHUNK) -> Tensor:
     """`x / |x|` over the last dimension, the norm in the state dtype; zero stays zero."""
-    if _one_pass(x):
+    if one_pass(impl, x):
         from linattn_cli.kernels.rows_triton import features_triton
 
         return features_triton(x, unit=True)
@@ -108,13 +113,15 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x if groups == 1 else x.repeat_interleave(groups, dim=2)
 
 
-def ratio_readout(o: Tensor, q: Tensor, k: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def ratio_readout(
+    o: Tensor, q: Tensor, k: Tensor, z: Tensor | None, *, impl: str | Impl = Impl.CHUNK
+) -> tuple[Tensor, Tensor, Tensor]:
     """Divide `o` by `max(q_t . z_t, eps)` with `z_t = z_{t-1} + k_t`.
 
     o `[B, T, Q, V]`, q `[B, T, Q, K]` and k `[B, T, H, K]` after their feature maps; z `[B, H, K]` or None.
     Returns the quotient, the last z and the number of clamped denominators.
     """
-    if _one_pass(k):
+    if one_pass(impl, k):
         from linattn_cli.kernels.ratio_triton import ratio_readout_triton
 
         quotient, denominator, last = ratio_readout_triton(o, q, k, z, RATIO_EPS)

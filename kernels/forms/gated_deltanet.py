@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from linattn_cli.kernels.forms.decode import decodes, matrix_step
 from linattn_cli.kernels.forms.deltanet import DeltaState
 from linattn_cli.kernels.forms.features import check_mask, feature_map, keep, unit
 from linattn_cli.kernels.forms.scan import delta_scan
@@ -49,10 +50,17 @@ def gated_deltanet(
     if Impl.parse(impl) is Impl.REFERENCE:
         return gated_deltanet_serial(q, k, v, beta, log_decay, mask=mask, initial_state=initial_state)
     _check(q, k, v, beta, log_decay, mask)
+    if decodes(impl, ("delta_scan",), (v, q, k, beta, log_decay), mask, initial_state):
+        check_linear(q, k, v, None, initial_state.S, chunk_size)
+        step = matrix_step(
+            "gated_deltanet", q, k, v, initial_state.S, beta=beta, log_decay=log_decay, feature_map="silu"
+        )
+        return FormOutput(step.o, DeltaState(step.S), impl="triton")
+    unit_silu = feature_map("silu", normalise=True, impl=impl)
     log_decay = keep(log_decay, mask)
-    key = keep(unit(_silu(k)), mask)
+    key = keep(unit_silu(k), mask)
     out = delta_scan(
-        unit(_silu(q)),
+        unit_silu(q),
         (key * log_decay.exp().unsqueeze(-1)).to(key.dtype),
         (key * beta.unsqueeze(-1)).to(key.dtype),
         v,

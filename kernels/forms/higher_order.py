@@ -102,12 +102,13 @@ def prepare(
     feature_map: str,
     readout: str,
     mask: Tensor | None,
+    impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Features of q and k, v with its column of ones, and log-decays, all in the state dtype.
 
     A padded token has no query, no key and no decay, so it adds to no moment and to no denominator.
     """
-    dtype, phi = state_dtype(v.dtype), get_feature_map(feature_map)
+    dtype, phi = state_dtype(v.dtype), get_feature_map(feature_map, impl=impl)
     log = None if log_decay is None else keep(log_decay.to(dtype), mask)
     return keep(phi(q.to(dtype)), mask), keep(phi(k.to(dtype)), mask), with_ones(v.to(dtype), readout), log
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from linattn_cli.kernels.forms.decode import decodes, hla_step
 from linattn_cli.kernels.forms.features import check_choice
 from linattn_cli.kernels.forms.higher_order import (
     EPS,
@@ -110,8 +111,10 @@ def hla2(
     check_inputs(q, k, v, log_decay=log_decay, decay=decay, readout=readout, mask=mask, chunk_size=chunk_size)
     _check_carried(initial_state, q, k, v, options, readout)
     resolved = resolved_impl(impl, v)
+    if decodes(resolved, ("linear_scan",), (v, q, k, log_decay), mask, initial_state):
+        return _step(q, k, v, log_decay, options, feature_map, eps, initial_state)
     with torch.autocast(q.device.type, enabled=False):
-        qf, kf, vf, log = prepare(q, k, v, log_decay, feature_map, readout, mask)
+        qf, kf, vf, log = prepare(q, k, v, log_decay, feature_map, readout, mask, resolved)
         state = _matrices(initial_state)
         if resolved == "reference":
             o, *matrices = _serial(qf, kf, vf, log, options, state)
@@ -227,6 +230,22 @@ def _serial(q, k, v, log, options: _Options, state):
     o = torch.stack(outputs, dim=1).flatten(2, 3)
     kept = (S, C, G if options.masked else None) if options.paper else (S, H)
     return o, *(None if x is None else x.flatten(1, 2) for x in kept)
+
+
+def _step(q, k, v, log_decay, options: _Options, feature_map, eps, state) -> FormOutput:
+    """One token from a carried state, in one launch; powers of the decay are those of `_stages` and `_moments`."""
+    how = {"feature_map": feature_map, "log_decay": log_decay, "ridge": options.ridge, "eps": eps}
+    if not options.paper:
+        a, b = {"moment": (1, 2), "cascade": (1, 1), "mask": (2, 1)}.get(options.decay, (0, 0))
+        carried = dict(zip("SHh", state, strict=True))
+        o, clamped, after = hla_step("hla2", q, k, v, carried, powers=(a, 0, b, 0, 0), **how)
+        return FormOutput(o, Hla2State(*(after[name] for name in "SHh")), clamped, "triton")
+    a, b = (1, 0) if options.decay == "cascade" else (1, 1)
+    leak = 0 if options.decay == "published" else b
+    form = "paper" if options.masked else "unmasked"
+    carried = dict(zip("SHGhg", state, strict=True))
+    o, clamped, after = hla_step(form, q, k, v, carried, powers=(a, 0, b, a + leak, leak), **how)
+    return FormOutput(o, Hla2PaperState(*(after[name] for name in "SHGhg")), clamped, "triton")
 
 
 def _compose(q, k, v, log, options: _Options, state, chunk_size, impl):

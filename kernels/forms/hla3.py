@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from linattn_cli.kernels.forms import hla3_published as published
+from linattn_cli.kernels.forms.decode import decodes, hla_step
 from linattn_cli.kernels.forms.features import check_choice
 from linattn_cli.kernels.forms.higher_order import (
     EPS,
@@ -112,8 +113,10 @@ def hla3(
     check_inputs(q, k, v, log_decay=log_decay, decay=decay, readout=readout, mask=mask, chunk_size=chunk_size)
     _check_carried(initial_state, q, k, v, variant, readout)
     resolved = resolved_impl(impl, v)
+    if decodes(resolved, ("linear_scan",), (v, q, k, log_decay), mask, initial_state):
+        return _step(q, k, v, log_decay, variant, decay, feature_map, eps, initial_state)
     with torch.autocast(q.device.type, enabled=False):
-        qf, kf, vf, log = prepare(q, k, v, log_decay, feature_map, readout, mask)
+        qf, kf, vf, log = prepare(q, k, v, log_decay, feature_map, readout, mask, resolved)
         state = _matrices(initial_state)
         if variant == "published":
             o, *matrices = published.run(qf, kf, vf, log, state, chunk_size, resolved)
@@ -163,6 +166,19 @@ def _stages(decay: str, log: Tensor | None) -> tuple[Tensor | None, Tensor | Non
     if log is None:
         return None, None, None
     return {"moment": (log, log, 3 * log), "cascade": (log, log, log), "mask": (2 * log, log, log)}[decay]
+
+
+def _step(q, k, v, log_decay, variant, decay, feature_map, eps, state) -> FormOutput:
+    """One token from a carried state, in one launch; powers of the decay are those of `_stages`."""
+    a, p, h = {"moment": (1, 1, 3), "cascade": (1, 1, 1), "mask": (2, 1, 1)}.get(decay, (0, 0, 0))
+    form, names = (
+        ("hla3", ("S", "P", "H", "m", "h")) if variant == "causal" else ("published", ("S", "SQ", "P", "H", "m", "h"))
+    )
+    carried = dict(zip(names, state, strict=True))
+    how: dict[str, Any] = {"feature_map": feature_map, "log_decay": log_decay, "powers": (a, p, h, 0, 0), "eps": eps}
+    o, clamped, after = hla_step(form, q, k, v, carried, **how)
+    kind = Hla3State if variant == "causal" else Hla3PublishedState
+    return FormOutput(o, kind._make(after[name] for name in names), clamped, "triton")
 
 
 def _serial(q, k, v, stages, state):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from linattn_cli.kernels.forms.decode import decodes, matrix_step
 from linattn_cli.kernels.forms.features import (
     RATIO_EPS,
     check_choice,
@@ -57,13 +58,17 @@ def linear_attention(
             q, k, v, feature_map=feature_map, readout=readout, mask=mask, initial_state=initial_state
         )
     check_mask(mask, k)
-    phi = _phi(feature_map)
-    q, k = phi(q), keep(phi(k), mask)
+    phi = _phi(feature_map, impl=impl)
     S, z = initial_state or (None, None)
+    if (z is None) == (readout == "raw") and decodes(impl, ("linear_scan",), (v, q, k), mask, S):
+        check_linear(q, k, v, None, S, chunk_size)
+        step = matrix_step("linear", q, k, v, S, z=z, feature_map=feature_map)
+        return FormOutput(step.o, LinearState(step.S, step.z), step.clamped, "triton")
+    q, k = phi(q), keep(phi(k), mask)
     scan = linear_scan(q, k, v, initial_state=S, chunk_size=chunk_size, impl=impl)
     if readout == "raw":
         return FormOutput(scan.o, LinearState(scan.final_state, None), impl=scan.impl)
-    o, z, clamped = ratio_readout(scan.o, q, k, z)
+    o, z, clamped = ratio_readout(scan.o, q, k, z, impl=impl)
     return FormOutput(o, LinearState(scan.final_state, z), clamped, scan.impl)
 
 

@@ -7,14 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linattn_cli.kernels.forms.features import check_mask, keep, unit
+from linattn_cli.kernels.forms.decode import decodes, matrix_step
+from linattn_cli.kernels.forms.features import check_mask, keep
 from linattn_cli.kernels.forms.features import feature_map as get_feature_map
 from linattn_cli.kernels.forms.scan import delta_scan, linear_scan, penalty_gain
 from linattn_cli.kernels.forms.serial import pick, start_state, token_masks
 from linattn_cli.kernels.layout import queries_time_first, stack_tokens, time_first
 from linattn_cli.kernels.penalty.inverse import REFRESH, inverse, start
 from linattn_cli.kernels.types import FormOutput, Impl, PenaltyState, state_dtype
-from linattn_cli.kernels.validate import check_linear
+from linattn_cli.kernels.validate import check_linear, check_penalty
 
 LAMBDA0 = 1.0
 """Default ridge: unit keys, so that the inverse stays well conditioned in float32 over long sequences."""
@@ -67,8 +68,10 @@ def rls(
     """
     if Impl.parse(impl) is Impl.REFERENCE:
         return rls_serial(q, k, v, lambda0=lambda0, feature_map=feature_map, mask=mask, initial_state=initial_state)
-    query, key, value = _prepare(q, k, v, feature_map, mask)
     S, penalty = initial_state or (None, None)
+    if decodes(impl, ("penalty_gain", "delta_scan"), (v, q, k), mask, initial_state):
+        return _step("rls", RlsState, q, k, v, S, penalty, lambda0, feature_map, chunk_size)
+    query, key, value = _prepare(q, k, v, feature_map, mask, impl)
     how: dict[str, Any] = {"chunk_size": chunk_size, "impl": impl}
     with torch.autocast(q.device.type, enabled=False):
         gain = penalty_gain(key, key, lambda0=lambda0, initial_state=penalty, **how)
@@ -108,8 +111,10 @@ def mesa(
     """
     if Impl.parse(impl) is Impl.REFERENCE:
         return mesa_serial(q, k, v, lambda0=lambda0, feature_map=feature_map, mask=mask, initial_state=initial_state)
-    query, key, value = _prepare(q, k, v, feature_map, mask)
     S, penalty = initial_state or (None, None)
+    if decodes(impl, ("penalty_gain", "linear_scan"), (v, q, k), mask, initial_state):
+        return _step("mesa", MesaState, q, k, v, S, penalty, lambda0, feature_map, chunk_size)
+    query, key, value = _prepare(q, k, v, feature_map, mask, impl)
     how: dict[str, Any] = {"chunk_size": chunk_size, "impl": impl}
     with torch.autocast(q.device.type, enabled=False):
         gain = penalty_gain(key, query, lambda0=lambda0, initial_state=penalty, **how)
@@ -117,12 +122,22 @@ def mesa(
     return FormOutput(out.o.to(v.dtype), MesaState(out.final_state, gain.final_state), impl=out.impl)
 
 
-def _prepare(q: Tensor, k: Tensor, v: Tensor, feature_map: str, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _step(mixer, kind, q, k, v, S, penalty, lambda0, feature_map, chunk_size) -> FormOutput:
+    """One token from a carried state, in one launch."""
+    check_linear(q, k, v, None, S, chunk_size)
+    check_penalty(k, k, lambda0, penalty, None)
+    step = matrix_step(mixer, q, k, v, S, penalty=penalty, lambda0=lambda0, feature_map=feature_map)
+    return FormOutput(step.o, kind(step.S, step.penalty), impl="triton")
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, feature_map: str, mask: Tensor | None, impl: str | Impl = Impl.REFERENCE
+) -> tuple[Tensor, Tensor, Tensor]:
     """Unit features and values in the state dtype: a gain rounded to half precision is not the inverse's any more."""
     check_linear(q, k, v, None, None, None)
     check_mask(mask, k)
-    dtype, phi = state_dtype(v.dtype), get_feature_map(feature_map)
-    return unit(phi(q.to(dtype))), keep(unit(phi(k.to(dtype))), mask), v.to(dtype)
+    dtype, unit_phi = state_dtype(v.dtype), get_feature_map(feature_map, normalise=True, impl=impl)
+    return unit_phi(q.to(dtype)), keep(unit_phi(k.to(dtype)), mask), v.to(dtype)
 
 
 def rls_serial(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from linattn_cli.kernels.forms.decode import decodes, matrix_step
 from linattn_cli.kernels.forms.features import (
     RATIO_EPS,
     check_choice,
@@ -21,7 +22,7 @@ from linattn_cli.kernels.forms.serial import pick, start_state, token_masks
 from linattn_cli.kernels.layout import queries_time_first, stack_tokens, time_first
 from linattn_cli.kernels.penalty.inverse import REFRESH, inverse, start
 from linattn_cli.kernels.types import FormOutput, Impl, PenaltyState, state_dtype
-from linattn_cli.kernels.validate import check_linear, check_shape
+from linattn_cli.kernels.validate import check_linear, check_penalty, check_shape
 
 
 class VLAState(NamedTuple):
@@ -81,16 +82,35 @@ def vla(
             initial_state=initial_state,
         )
     S, penalty_state, z = initial_state or (None, None, None)
-    phi = _phi(feature_map)
+    phi = _phi(feature_map, impl=impl)
+    whole = (penalty_state is None) == (penalty == "none") and (z is None) == (readout == "raw")
+    if whole and decodes(impl, ("penalty_gain", "delta_scan"), (v, q, k, u, beta), mask, initial_state):
+        check_linear(q, k, v, None, S, chunk_size)
+        check_penalty(k, k, lambda0, penalty_state, None)
+        step = matrix_step(
+            "vla",
+            q,
+            k,
+            v,
+            S,
+            u=u if penalty == "learned" else None,
+            beta=beta,
+            penalty=penalty_state,
+            lambda0=lambda0,
+            normalise=normalise_gate,
+            z=z,
+            feature_map=feature_map,
+        )
+        return FormOutput(step.o, VLAState(step.S, step.penalty, step.z), step.clamped, "triton")
     q, k = phi(q), keep(phi(k), mask)
-    key = unit(k)
+    key = unit(k, impl=impl)
     write, penalty_state = _write_direction(
         key, u, beta, lambda0, penalty, normalise_gate, mask, penalty_state, chunk_size, impl
     )
     scan = delta_scan(q, key, write, v, initial_state=S, chunk_size=chunk_size, impl=impl)
     if readout == "raw":
         return FormOutput(scan.o, VLAState(scan.final_state, penalty_state, None), impl=scan.impl)
-    o, z, clamped = ratio_readout(scan.o, q, k, z)
+    o, z, clamped = ratio_readout(scan.o, q, k, z, impl=impl)
     return FormOutput(o, VLAState(scan.final_state, penalty_state, z), clamped, scan.impl)
 
 
@@ -115,7 +135,7 @@ def vla_directions(
 
     The Jacobian of a step is `I - (beta a) k^T`.
     """
-    key = keep(_phi(feature_map, normalise=True)(k), mask)
+    key = keep(_phi(feature_map, normalise=True, impl=impl)(k), mask)
     write, state = _write_direction(
         key, u, beta, lambda0, penalty, normalise_gate, mask, initial_state, chunk_size, impl
     )
@@ -137,7 +157,7 @@ def _write_direction(
             impl=impl,
         )
         gain, state = gained.o, gained.final_state
-    write = unit(gain) if normalise_gate else gain
+    write = unit(gain, impl=impl) if normalise_gate else gain
     if beta is not None:
         write = (write * beta.unsqueeze(-1)).to(write.dtype)
     return write, state

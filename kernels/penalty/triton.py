@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from linattn_cli.kernels.penalty.inverse import REFRESH
+from linattn_cli.kernels.penalty.inverse import inverse as library_inverse
 from linattn_cli.kernels.penalty.library import WIDE_CHUNK, wide_apply, wide_gain
 from linattn_cli.kernels.penalty.triton_kernels import (
     apply_kernel,
@@ -26,6 +27,7 @@ from linattn_cli.kernels.triton_common import (
     choose_blocks,
     edge_states,
     launch,
+    padded,
     refuse_float64,
     split_time,
 )
@@ -73,11 +75,7 @@ def _penalty_gain(u, k, mass, inverse, lambda0, chunk):
     if given:
         inverses.copy_(inverse.unsqueeze(2))
     else:
-        launch(
-            inverse_kernel, (B * H * (supers + 1),),
-            masses, inverses, lambda0,
-            K=K, BK=blocks.BK, num_warps=4 if blocks.BK <= 64 else 8,
-        )  # fmt: skip
+        _invert(masses, inverses, lambda0)
         final_inverse.copy_(inverses[:, :, -1])
     warps = _warps(blocks.BK)
     launch(
@@ -87,6 +85,31 @@ def _penalty_gain(u, k, mass, inverse, lambda0, chunk):
     )  # fmt: skip
     _apply(k, inverses, w, x, blocks, split)
     return x, final_mass, final_inverse, inverses, w
+
+
+def _invert(masses: Tensor, inverses: Tensor, lambda0: float) -> None:
+    """Fill `inverses` with `(lambda0 I + P)^-1` of masses `[..., K, K]`."""
+    K = masses.shape[-1]
+    BK = padded(K)
+    launch(
+        inverse_kernel, (masses.numel() // (K * K),),
+        masses, inverses, lambda0, K=K, BK=BK, num_warps=4 if BK <= 64 else 8,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("linattn::penalty_inverse", mutates_args=(), schema="(Tensor mass, float lambda0) -> Tensor")
+def penalty_inverse(mass, lambda0):
+    """`(lambda0 I + P)^-1` of masses `[..., K, K]` in float32; has no gradient."""
+    if mass.shape[-1] > WIDEST:
+        return library_inverse(mass, lambda0)
+    inverse = torch.empty(mass.shape, dtype=torch.float32, device=mass.device)
+    _invert(mass.contiguous(), inverse, lambda0)
+    return inverse
+
+
+@penalty_inverse.register_fake
+def _(mass, lambda0):
+    return torch.empty(mass.shape, dtype=torch.float32, device=mass.device)
 
 
 def _apply(k: Tensor, inverses: Tensor, w: Tensor, x: Tensor, blocks: Blocks, split: tuple[int, int, int]) -> None:

@@ -77,7 +77,7 @@ class VLA(Mixer):
         if self.direction is None:
             return None
         u = self.direction(k.flatten(2)).unflatten(-1, (self.kv_heads, self.d_head))
-        return (unit(u) * self.d_head**-0.5).to(k.dtype)
+        return (unit(u, impl=self.impl) * self.d_head**-0.5).to(k.dtype)
 
     def _write_strength(self, x: Tensor) -> Tensor | None:
         return None if self.beta is None else self.beta(x).sigmoid()

@@ -275,6 +275,22 @@ def test_features(name: str, unit: bool) -> None:
     torch.testing.assert_close(d_ours.cpu()[real], d_exact[real].float(), rtol=0, atol=8 * EPS * scale)
 
 
+@pytest.mark.parametrize("impl", ["reference", "scan", "chunk", "triton"])
+def test_rows_run_where_the_scans_beside_them_do(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`impl="chunk"` on a GPU runs no Triton at all: the implementation decides, not the device."""
+    from linattn_cli.kernels import ratio_triton, rows_triton
+    from linattn_cli.kernels.forms.vla import vla
+
+    used = []
+    for module, name in ((rows_triton, "features_triton"), (ratio_triton, "ratio_readout_triton")):
+        function = getattr(module, name)
+        noted = lambda *x, _f=function, _n=name, **options: (used.append(_n), _f(*x, **options))[1]  # noqa: E731
+        monkeypatch.setattr(module, name, noted)
+    q, k, v, u = (draw(1, 5, 2, 4).to(DEVICE) for _ in range(4))
+    vla(q, k, v, u, impl=impl)
+    assert set(used) == ({"features_triton", "ratio_readout_triton"} if impl == "triton" else set())
+
+
 def test_ratio_readout() -> None:
     torch.manual_seed(0)
     tensors = [draw(1, 37, 4, 9), draw(1, 37, 4, 12).abs(), draw(1, 37, 2, 12).abs(), draw(1, 2, 12).abs()]
