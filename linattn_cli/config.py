@@ -158,6 +158,7 @@ class TrainConfig(Section):
     device           auto is the first GPU that works here, else the CPU
     eval_every       0 evaluates at the end only; set to `log_every` where a target accuracy needs it
     target_accuracy  stop as soon as the validation stream reaches it
+    cuda_graph       on a GPU, record a step once and replay it; the numbers stay the same
     """
 
     steps: Positive = 3000
@@ -179,6 +180,7 @@ class TrainConfig(Section):
     eval_examples: Positive = 1024
     target_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
     checkpoint_every: Positive = 500
+    cuda_graph: bool = True
 
     @model_validator(mode="after")
     def _resolve(self) -> TrainConfig:
@@ -229,7 +231,7 @@ class SweepConfig(SweepGrid):
                     hint="a name that is no mixer's, without commas, colons and equals signs",
                 )
         for arm in [*self.models, *(arm for grid in self.more for arm in grid.models)]:
-            name = arm.partition(":")[0]
+            name, _ = split_arm(arm)
             if name not in known:
                 raise _problem(
                     f"there is no model {name!r}{nearest(name, known)}",
@@ -237,6 +239,17 @@ class SweepConfig(SweepGrid):
                     hint=f"there are {', '.join(known)}",
                 )
         return self
+
+
+def split_arm(arm: str) -> tuple[str, list[str]]:
+    """The model of an arm and the settings behind it.
+
+    >>> split_arm("vla:penalty=none:readout=raw")
+    ('vla', ['penalty=none', 'readout=raw'])
+    """
+    words = arm.split(":")
+    first = next((index for index, word in enumerate(words) if "=" in word), len(words))
+    return ":".join(words[:first]), words[first:]
 
 
 class RunConfig(Section):

@@ -101,20 +101,31 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def score(model: nn.Module, batch: TaskBatch, *, device: torch.device, dtype: str) -> Scored:
-    """Run the model on a batch and keep the scored positions.
+def scored_positions(batch: TaskBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Where a batch is scored, as indices into `[B * T]`, and the labels there.
 
     They are picked on the host, where the labels come from: a GPU need not be waited for, and the softmax
-    over the vocabulary is spared for all the others.
+    over the vocabulary is spared for all other positions.
     """
     flat = batch.labels.reshape(-1)
     index = np.flatnonzero(flat != IGNORE)
-    with precision(device, dtype):
-        logits = model(to_device(batch.inputs, device))
-    picked = logits.flatten(0, 1).index_select(0, to_device(index, device))
+    return index, flat[index]
+
+
+def score(model: nn.Module, batch: TaskBatch, *, device: torch.device, dtype: str) -> Scored:
+    """Run the model on a batch and keep the scored positions."""
+    index, labels = scored_positions(batch)
+    tensors = (to_device(array, device) for array in (batch.inputs, index, labels))
+    return score_tensors(model, *tensors, dtype=dtype)
+
+
+def score_tensors(model: nn.Module, inputs: Tensor, index: Tensor, labels: Tensor, *, dtype: str) -> Scored:
+    """`score` of tensors that are on the device: inputs `[B, T]`, index and labels `[N]`."""
+    with precision(inputs.device, dtype):
+        logits = model(inputs)
+    picked = logits.flatten(0, 1).index_select(0, index)
     # The loss is never taken in half precision.
-    wide = picked if picked.dtype == torch.float64 else picked.float()
-    return Scored(wide, to_device(flat[index], device))
+    return Scored(picked if picked.dtype == torch.float64 else picked.float(), labels)
 
 
 def evaluate(

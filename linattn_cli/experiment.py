@@ -30,6 +30,7 @@ MAY_CHANGE = {
     "train.eval_examples",
     "train.target_accuracy",
     "train.checkpoint_every",
+    "train.cuda_graph",
 }
 """Keys that a resumed run may set anew; any other would make it a run of something else."""
 

@@ -14,15 +14,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from linattn_cli import checkpoints
 from linattn_cli.config import TrainConfig
+from linattn_cli.cuda_graph import RecordedStep, can_record
 from linattn_cli.diagnosis import first_nonfinite
-from linattn_cli.evaluation import evaluate, score
+from linattn_cli.evaluation import Scored, evaluate, score_tensors, scored_positions, to_device
 from linattn_cli.output import CliError
 from linattn_cli.runs import RunFolder, resume_command
 from linattn_cli.tasks.types import Task
@@ -66,6 +67,14 @@ class Outcome:
     @property
     def tokens_per_s(self) -> float | None:
         return self.tokens / self.train_s if self.train_s > 0 else None
+
+
+class _Worked(NamedTuple):
+    """What a step leaves on the device, until the next one overwrites it."""
+
+    scored: Scored
+    loss: Tensor
+    grad_norm: Tensor
 
 
 class StopSignal:
@@ -121,12 +130,16 @@ class Trainer:
         self.on_step = on_step
         self.on_row = on_row
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        # On a GPU the rate and the step number are tensors, so that a recorded step reads the present ones.
+        on_gpu = device.type == "cuda"
+        self._rate: Tensor | float = torch.tensor(settings.lr, device=device) if on_gpu else settings.lr
         self.optimizer = torch.optim.AdamW(
             self.parameters,
-            lr=settings.lr,
+            lr=self._rate,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
             fused=True,
+            capturable=on_gpu,
         )
         self.step = 0
         self.saved_step: int | None = None
@@ -137,6 +150,11 @@ class Trainer:
         # the weights stay as they were and a GPU need not be asked after every step.
         self._bad = torch.zeros((), device=device)
         self._bad_step = torch.full((), -1, dtype=torch.int64, device=device)
+        self._step_number = torch.zeros((), dtype=torch.int64, device=device)
+        self.optimizer.found_inf = self._bad  # type: ignore[attr-defined]
+        self._recorded: RecordedStep[_Worked] | None = None
+        if settings.cuda_graph and can_record(self.model, device):
+            self._recorded = RecordedStep(self._work, device)
 
     def restore(self, checkpoint: checkpoints.Checkpoint, row: dict[str, Any] | None = None) -> None:
         """Go back to what `checkpoint` holds; `row` is the line of metrics of that step, where there is one.
@@ -145,7 +163,7 @@ class Trainer:
         """
         try:
             self.model.load_state_dict(checkpoint.model)
-            self.optimizer.load_state_dict(checkpoint.state["optimizer"])
+            self._load_optimizer(checkpoint.state["optimizer"])
             torch.set_rng_state(checkpoint.state["rng"]["cpu"])
             if self.device.type == "cuda" and "cuda" in checkpoint.state["rng"]:
                 torch.cuda.set_rng_state(checkpoint.state["rng"]["cuda"], self.device)
@@ -161,6 +179,13 @@ class Trainer:
             ) from error
         self.step = self.saved_step = checkpoint.step
         self._row = row or {}
+
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        """The moments of a checkpoint; the settings stay ours, which may be on another device than its were."""
+        own = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(state)
+        for group, settings in zip(self.optimizer.param_groups, own, strict=True):
+            group.update(settings)
 
     def save(self) -> None:
         """Write a checkpoint of the present step, unless the last one is of it."""
@@ -256,37 +281,51 @@ class Trainer:
 
     def _step(self) -> Callable[[], dict[str, Any]]:
         """One optimiser step; returns what reads its figures off the device, which is not free on a GPU."""
-        settings = self.settings
-        batch = self.task.batch(settings.batch_size, seed=self.seed, stream="train", index=self.step)
-        scored = score(self.model, batch, device=self.device, dtype=settings.dtype)
-        loss = scored.loss()
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        if settings.grad_clip > 0:
-            nn.utils.clip_grads_with_norm_(self.parameters, settings.grad_clip, norm)
-        bad = ~(torch.isfinite(loss.detach()) & torch.isfinite(norm))
-        self._bad_step = torch.where(bad & (self._bad_step < 0), self.step, self._bad_step)
-        self._bad = torch.maximum(self._bad, bad.float())
-        rate = learning_rate(self.step, settings)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.found_inf = self._bad  # type: ignore[attr-defined]
-        self.optimizer.step()
+        batch = self.task.batch(self.settings.batch_size, seed=self.seed, stream="train", index=self.step)
+        arrays = (batch.inputs, *scored_positions(batch))
+        rate = learning_rate(self.step, self.settings)
+        self._set_rate(rate)
+        self._step_number.fill_(self.step)
+        if self._recorded is not None:
+            worked = self._recorded(*arrays)
+        else:
+            worked = self._work(*(to_device(array, self.device) for array in arrays))
         self.step += 1
         step = self.step
 
         def figures() -> dict[str, Any]:
             return {
                 "step": step,
-                "loss": loss.item(),
+                "loss": worked.loss.item(),
                 "lr": rate,
-                "grad_norm": norm.item(),
-                "accuracy": scored.accuracy().item(),
+                "grad_norm": worked.grad_norm.item(),
+                "accuracy": worked.scored.accuracy().item(),
             }
 
         return figures
+
+    def _set_rate(self, rate: float) -> None:
+        if isinstance(self._rate, Tensor):
+            self._rate.fill_(rate)
+        else:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+
+    def _work(self, inputs: Tensor, index: Tensor, labels: Tensor) -> _Worked:
+        """What a step does on the device, from a batch to new weights; nothing in it waits for the device."""
+        scored = score_tensors(self.model, inputs, index, labels, dtype=self.settings.dtype)
+        loss = scored.loss()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if self.settings.grad_clip > 0:
+            nn.utils.clip_grads_with_norm_(self.parameters, self.settings.grad_clip, norm)
+        bad = ~(torch.isfinite(loss.detach()) & torch.isfinite(norm))
+        self._bad_step.copy_(torch.where(bad & (self._bad_step < 0), self._step_number, self._bad_step))
+        self._bad.copy_(torch.maximum(self._bad, bad.float()))
+        self.optimizer.step()
+        return _Worked(scored, loss.detach(), norm)
 
     def _validate(self) -> dict[str, float]:
         found = evaluate(
