@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from linattn_cli.config import RunConfig, Scalar, SweepConfig, SweepGrid, derive
+from linattn_cli.config import RunConfig, Scalar, SweepConfig, SweepGrid, derive, split_arm
 from linattn_cli.kernels.registry import MIXERS
 from linattn_cli.output import CliError
 from linattn_cli.recipe import nearest, parse_value
@@ -31,7 +31,7 @@ LISTS = {
 }
 """Lists of a sweep with a name of their own, and the dotted key that each sets."""
 
-IMMATERIAL = {"train.device", "train.log_every", "train.checkpoint_every"}
+IMMATERIAL = {"train.device", "train.log_every", "train.checkpoint_every", "train.cuda_graph"}
 """Keys that do not decide what a cell reaches (another device rounds differently, and is noted beside it)."""
 
 
@@ -180,7 +180,7 @@ def parse_arm(name: str, variants: Mapping[str, Changes] | None = None) -> Arm:
     >>> parse_arm("vla:penalty=none:model.short_conv=4").changes
     {'model.name': 'vla', 'model.options.penalty': 'none', 'model.short_conv': 4}
     """
-    head, *tail = name.split(":")
+    head, tail = split_arm(name)
     known = variants or {}
     if head in known:
         changes = dict(known[head])
