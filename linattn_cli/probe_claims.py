@@ -44,8 +44,8 @@ class Claim:
 
 def claims(measurements: Sequence[Measurement], blow_up: BlowUp | None = None) -> list[Claim]:
     """Verdicts on every claim that these measurements can decide; none for models that are not among them."""
-    vla = [m for m in measurements if m.subject.model == "vla" and m.jacobians is not None]
-    linear = [m for m in measurements if m.subject.model == "linear" and m.state is not None]
+    vla = [m for m in measurements if _is_vla(m) and m.jacobians is not None]
+    linear = [m for m in measurements if m.subject.mixer == "linear" and m.state is not None]
     found: list[Claim] = []
     if vla and blow_up is None:
         found += _bounded(vla)
@@ -58,6 +58,12 @@ def claims(measurements: Sequence[Measurement], blow_up: BlowUp | None = None) -
     else:
         found += _without_normalising(vla, blow_up)
     return found
+
+
+def _is_vla(m: Measurement) -> bool:
+    """The paper's VLA: without a penalty it is its own control, a delta rule, and a write strength is not in it."""
+    options = m.subject.options
+    return m.subject.mixer == "vla" and options.get("penalty") != "none" and options.get("beta") == "none"
 
 
 def _last(group: Sequence[Measurement], name: str = "S") -> list[float]:

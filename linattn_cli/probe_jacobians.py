@@ -99,12 +99,12 @@ class Layout:
         parts = x.split(sizes, dim=1)
         return {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
-    def relative(self, state: Any) -> Tensor:
-        """The norm of the tensor that each entry belongs to, `[N, D]`, at least a millionth of the largest."""
-        norms = {name: leaves(state)[name].reshape(shape[0] * self.heads, -1) for name, shape in self.shapes.items()}
-        sizes = torch.cat([x.norm(dim=1, keepdim=True).expand_as(x) for x in norms.values()], dim=1)
+    def sizes(self, state: Any) -> Tensor:
+        """The norm of the tensor that each entry belongs to, `[N, D]`; the largest of them for one that is zero."""
+        parts = {name: leaves(state)[name].reshape(shape[0] * self.heads, -1) for name, shape in self.shapes.items()}
+        sizes = torch.cat([x.norm(dim=1, keepdim=True).expand_as(x) for x in parts.values()], dim=1)
         largest = sizes.amax(1, keepdim=True)
-        return torch.where(largest > 0, sizes.clamp_min(1e-6 * largest), 1.0)
+        return torch.where(sizes > 0, sizes, torch.where(largest > 0, largest, 1.0))
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,13 @@ class FlatStep:
         return largest_singular_value(self.apply, self.adjoint, self.start(), most=most, tolerance=tolerance)
 
     def radius(self) -> Measured:
-        """Spectral radii, `[N]`; in units of the size of each moment, which changes no eigenvalue."""
-        scale = self.layout.relative(self.step.before)
+        """Spectral radii, `[N]`; in units of the size of each moment, which changes no eigenvalue.
+
+        In other units one moment would dwarf the others, and an eigenvalue that is there twice would cost half the
+        digits of that ratio.
+        """
+        with torch.no_grad():
+            scale = self.layout.sizes(self.step.run(self.step.before).state)
         return spectral_radius(lambda x: self.apply(x * scale) / scale, self.start())
 
     def adjoint_error(self) -> float:

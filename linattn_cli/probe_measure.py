@@ -149,7 +149,7 @@ def _of_matrices(J: Tensor, names: list[str], error: float, subject: Subject) ->
     norms, radii = _over_finite(matrix_norm, some), _over_finite(matrix_radius, some)
     found = Jacobians(names, [t + 1 for t in chosen], norms, radii, matrix_products(J), error)
     directions = subject.directions()
-    if directions is not None:
+    if directions is not None and key_dim > 1:  # the closed form is about a plane and what is orthogonal to it
         a, k = (x.transpose(0, 1).flatten(1, 2).cpu() for x in directions)
         if all(((x.norm(dim=-1) - 1).abs() < UNIT).all() for x in (a, k)):
             found.cosine = (a * k).sum(-1)

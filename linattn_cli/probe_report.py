@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from linattn_cli.capacity import parse_arm
+from linattn_cli.commands.probe_norm import SOURCES
 from linattn_cli.config import RunConfig, load_run_config
 from linattn_cli.kernels.registry import MIXERS
 from linattn_cli.output import CliError, Document
 from linattn_cli.runs import RECIPE, require_run
 
 SEQ_LEN = 1000
-OPERATOR, MODEL = SOURCES = ("operator", "model")
+OPERATOR, MODEL = SOURCES
 
 MATRIX_ERROR = 1e-9
 KRYLOV_RESIDUAL = 1e-4
@@ -112,15 +114,13 @@ def _check(request: Request) -> None:
         raise CliError("--step belongs to --run", hint="add --run RUN")
     if request.seq_len is not None and request.seq_len < 1:
         raise CliError(f"--seq-len must be at least 1, got {request.seq_len}")
-    models = request.models or list(MIXERS)
-    if not request.normalise_gate and "vla" not in models:
-        raise CliError("--no-normalise-gate is an option of vla, which is not among --models", hint="add vla to them")
 
 
 @dataclass(frozen=True)
 class Job:
     """A model and a seed, or a run folder."""
 
+    name: str
     config: RunConfig
     seed: int
     run: Path | None = None
@@ -133,19 +133,21 @@ def _jobs(request: Request) -> list[Job]:
         for path in request.runs:
             require_run(path)
             config = load_run_config(str(path / RECIPE), overrides=common)
-            jobs.append(Job(config, config.seed, path))
+            jobs.append(Job(config.model.name, config, config.seed, path))
         return jobs
-    configs = []
-    for name in request.models or list(MIXERS):
-        gate = False if name == "vla" and not request.normalise_gate else None
-        own = {
-            "model.name": name,
-            "model.d_head": request.d_head,
-            "model.heads": request.heads,
-            "model.options.normalise_gate": gate,
-        }
-        configs.append(load_run_config(sets=request.sets, overrides=common | own))
-    return [Job(config, seed) for config in configs for seed in request.seeds]
+    common |= {"model.d_head": request.d_head, "model.heads": request.heads}
+    jobs = []
+    for arm in [parse_arm(name) for name in request.models or list(MIXERS)]:
+        if "seed" in arm.changes:
+            raise CliError(f"--models: {arm.name} sets a seed", hint="use --seeds")
+        own = dict(arm.changes)
+        if own["model.name"] == "vla" and not request.normalise_gate:
+            own["model.options.normalise_gate"] = False
+        config = load_run_config(sets=request.sets, overrides=common | own)
+        jobs += [Job(arm.name, config, seed) for seed in request.seeds]
+    if not request.normalise_gate and all(job.config.model.name != "vla" for job in jobs):
+        raise CliError("--no-normalise-gate is an option of vla, which is not among --models", hint="add vla to them")
+    return jobs
 
 
 def _resolved_impl(config: RunConfig, device: Any) -> str:
@@ -168,14 +170,14 @@ def _subjects(request: Request, job: Job, device: Any) -> list[Any]:
     if job.run is not None:
         return probe_source.run_subjects(job.run, job.config, seq_len=request.seq_len, step=request.step, device=device)
     tokens = request.seq_len or SEQ_LEN
+    how: dict[str, Any] = {"seq_len": tokens, "seed": job.seed, "device": device, "name": job.name}
     if request.source == MODEL:
-        return probe_source.model_subjects(job.config, seq_len=tokens, seed=job.seed, device=device)
-    dtype = getattr(torch, job.config.train.dtype)
-    return [probe_source.operator_subject(job.config, seq_len=tokens, seed=job.seed, device=device, dtype=dtype)]
+        return probe_source.model_subjects(job.config, **how)
+    return [probe_source.operator_subject(job.config, dtype=getattr(torch, job.config.train.dtype), **how)]
 
 
 def _described(request: Request, jobs: list[Job]) -> dict[str, Any]:
-    models = {job.config.model.name: job.config.model for job in jobs}
+    models = {job.name: job.config.model for job in jobs}
     first = jobs[0].config
     return {
         "source": [str(path) for path in request.runs] or request.source or OPERATOR,

@@ -45,6 +45,8 @@ Directions = Callable[[], tuple[Tensor, Tensor] | None]
 class Subject:
     """One recurrence to measure.
 
+    model       its name in tables
+    mixer       its name in the registry, with the options in force
     source      `operator`, `model`, or the run folder
     layer       number of the layer; None for a bare operator
     recurrence  in the dtype asked for
@@ -54,6 +56,8 @@ class Subject:
     """
 
     model: str
+    mixer: str
+    options: Mapping[str, Any]
     source: str
     layer: int | None
     seed: int
@@ -63,7 +67,13 @@ class Subject:
 
 
 def operator_subject(
-    config: RunConfig, *, seq_len: int, seed: int, device: torch.device, dtype: torch.dtype
+    config: RunConfig,
+    *,
+    seq_len: int,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    name: str | None = None,
 ) -> Subject:
     """A form of the registry on inputs drawn from N(0, 1).
 
@@ -88,7 +98,8 @@ def operator_subject(
         key, write, _ = vla_directions(exact["k"], exact.get("u"), exact.get("beta"), **chosen, impl="chunk")
         return write, key
 
-    return Subject(mixer.name, "operator", None, seed, Recurrence(tokens, run), Recurrence(exact, run), directions)
+    named = (name or mixer.name, mixer.name, options)
+    return Subject(*named, "operator", None, seed, Recurrence(tokens, run), Recurrence(exact, run), directions)
 
 
 def _draw(config: RunConfig, parameters: Mapping[str, Any], tokens: int, seed: int) -> dict[str, Tensor]:
@@ -125,7 +136,9 @@ def _is_higher_order(name: str) -> bool:
     return issubclass(getattr(importlib.import_module(module), layer), HigherOrder)
 
 
-def model_subjects(config: RunConfig, *, seq_len: int, seed: int, device: torch.device) -> list[Subject]:
+def model_subjects(
+    config: RunConfig, *, seq_len: int, seed: int, device: torch.device, name: str | None = None
+) -> list[Subject]:
     """The layers of a freshly initialised model, on random tokens."""
     from linattn_cli.model import build_model
 
@@ -133,7 +146,7 @@ def model_subjects(config: RunConfig, *, seq_len: int, seed: int, device: torch.
     model = build_model(config.model, vocab_size=VOCABULARY, seq_len=seq_len)
     generator = torch.Generator().manual_seed(seed)
     tokens_BT = torch.randint(VOCABULARY, (1, seq_len), generator=generator)
-    return layer_subjects(model, tokens_BT, config, source="model", seed=seed, device=device)
+    return layer_subjects(model, tokens_BT, config, source="model", seed=seed, device=device, name=name)
 
 
 def run_subjects(
@@ -163,14 +176,20 @@ def run_subjects(
 
 
 def layer_subjects(
-    model: LanguageModel, tokens_BT: Tensor, config: RunConfig, *, source: str, seed: int, device: torch.device
+    model: LanguageModel,
+    tokens_BT: Tensor,
+    config: RunConfig,
+    *,
+    source: str,
+    seed: int,
+    device: torch.device,
+    name: str | None = None,
 ) -> list[Subject]:
     """Every mixer of a model as a recurrence, on what the layers before it make of these tokens."""
     dtype = config.train.dtype
     model.to(device=device, dtype=torch.float64 if dtype == "float64" else None).eval()
     model.set_impl(config.model.impl)
     inputs: dict[int, Tensor] = {}
-    # softmax layers have no fixed state, but a row that says so
     layers = [module for _, module in mixer_layers(model)]
 
     def remember(index: int) -> Any:
@@ -183,17 +202,15 @@ def layer_subjects(
     finally:
         for handle in handles:
             handle.remove()
-    return [
-        _layer_subject(layer, inputs[index], config, source=source, index=index, seed=seed)
-        for index, layer in enumerate(layers)
-    ]
+    named = (name or config.model.name, config.model.name, config.model.options, source)
+    return [Subject(*named, index, seed, *_layer(layer, inputs[index], dtype)) for index, layer in enumerate(layers)]
 
 
-def _layer_subject(layer: Mixer, x: Tensor, config: RunConfig, *, source: str, index: int, seed: int) -> Subject:
+def _layer(layer: Mixer, x: Tensor, dtype: str) -> tuple[Recurrence, Recurrence, Directions]:
+    """The recurrence of a layer on its inputs x, the same in float64, and its directions."""
     layer.clamped = None
     wide = copy.deepcopy(layer).double().requires_grad_(False)
     layer.requires_grad_(False)
-    recurrence = _layer_recurrence(layer, x, config.train.dtype)
 
     def directions() -> tuple[Tensor, Tensor] | None:
         factors = wide.jacobian_factors(x.double())
@@ -202,8 +219,7 @@ def _layer_subject(layer: Mixer, x: Tensor, config: RunConfig, *, source: str, i
         _, a, k = factors
         return None if a is None or k is None else (a, k)
 
-    exact = _layer_recurrence(wide, x.double(), "float64")
-    return Subject(config.model.name, source, index, seed, recurrence, exact, directions)
+    return _layer_recurrence(layer, x, dtype), _layer_recurrence(wide, x.double(), "float64"), directions
 
 
 def _layer_recurrence(layer: Mixer, x: Tensor, dtype: str) -> Recurrence:

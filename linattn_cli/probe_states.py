@@ -53,13 +53,12 @@ class Recurrence:
 
     def has_fixed_state(self) -> bool:
         """Whether the state stays the same size, unlike a cache of keys and values."""
-        if self.length < 2:
-            return {name: x.shape for name, x in leaves(self.empty()).items()} == self._shapes(1)
-        return self._shapes(1) == self._shapes(2)
-
-    def _shapes(self, tokens: int) -> dict[str, torch.Size]:
-        state = self.run(self.slice(0, tokens), None, impl="reference").state
-        return {name: x.shape for name, x in leaves(state).items()}
+        shapes = []
+        for count in (1, 2):
+            tokens = {name: x[:, :1].repeat_interleave(count, 1) for name, x in self.tokens.items()}
+            state = self.run(tokens, None, impl="reference").state
+            shapes.append([x.shape for x in leaves(state).values()])
+        return shapes[0] == shapes[1]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from linattn_cli import output
+from linattn_cli import completions, output
 from linattn_cli.options import (
     DebugOption,
     DeviceOption,
@@ -15,10 +15,13 @@ from linattn_cli.options import (
     JsonOption,
     QuietOption,
     SetOption,
-    parse_int,
+    d_head_option,
+    parse_arms,
     parse_ints,
-    parse_names,
+    seq_len_option,
 )
+
+SOURCES = ("operator", "model")
 
 _PROBE = "Probe"
 
@@ -26,14 +29,22 @@ _PROBE = "Probe"
 def probe_norm(
     models: Annotated[
         str | None,
-        typer.Option("--models", help="Mixers, comma-separated; all of them.", rich_help_panel=_PROBE),
+        typer.Option(
+            "--models",
+            help="Mixers, comma-separated; with settings of their own as in vla:penalty=none.",
+            show_default="all",
+            autocompletion=completions.complete_models,
+            rich_help_panel=_PROBE,
+        ),
     ] = None,
     source: Annotated[
         str | None,
         typer.Option(
             "--source",
-            help="operator (the default): bare operators on inputs from N(0, 1). model: the layers of an untrained "
-            "model on random tokens.",
+            help="operator: bare operators on inputs from N(0, 1). model: the layers of an untrained model on random "
+            "tokens. For a trained one give --run.",
+            show_default="operator",
+            autocompletion=completions.choices(*SOURCES),
             rich_help_panel=_PROBE,
         ),
     ] = None,
@@ -43,29 +54,26 @@ def probe_norm(
             "--run",
             metavar="RUN",
             help="The layers of a trained run, on held-out sequences of its task; may be repeated.",
+            autocompletion=completions.complete_run,
             rich_help_panel=_PROBE,
         ),
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option("--step", min=0, help="Checkpoint of the run; the last one.", rich_help_panel=_PROBE),
-    ] = None,
-    seq_len: Annotated[
-        str | None,
         typer.Option(
-            "--seq-len",
-            metavar="INTEGER",
-            help="Tokens: 1000, or what the run was trained on; 4k is 4096.",
-            rich_help_panel=_PROBE,
+            "--step", min=0, help="Checkpoint of the run.", show_default="the last one", rich_help_panel=_PROBE
         ),
     ] = None,
-    d_head: Annotated[
-        int | None, typer.Option("--d-head", min=1, help="Dimension of a head: 32.", rich_help_panel=_PROBE)
+    seq_len: Annotated[int | None, seq_len_option("1000, or what the run was trained on", _PROBE)] = None,
+    d_head: Annotated[int | None, d_head_option("32", _PROBE)] = None,
+    heads: Annotated[
+        int | None, typer.Option("--heads", min=1, help="Heads.", show_default="4", rich_help_panel=_PROBE)
     ] = None,
-    heads: Annotated[int | None, typer.Option("--heads", min=1, help="Heads: 4.", rich_help_panel=_PROBE)] = None,
     seeds: Annotated[
         str | None,
-        typer.Option("--seeds", help="Seeds of inputs and weights, comma-separated: 0.", rich_help_panel=_PROBE),
+        typer.Option(
+            "--seeds", help="Seeds of inputs and weights, comma-separated.", show_default="0", rich_help_panel=_PROBE
+        ),
     ] = None,
     no_normalise_gate: Annotated[
         bool,
@@ -86,6 +94,8 @@ def probe_norm(
         typer.Option(
             "--dtype",
             help="Of inputs and states: float32, bfloat16 or float64. Jacobians are always taken in float64.",
+            show_default="float32, or the run's",
+            autocompletion=completions.choices("float32", "bfloat16", "float64"),
             rich_help_panel="Compute",
         ),
     ] = None,
@@ -95,6 +105,8 @@ def probe_norm(
             "--impl",
             help="What states and gradients go through: auto, chunk, triton, scan or reference. A Jacobian is always "
             "that of the serial step.",
+            show_default="auto",
+            autocompletion=completions.choices("auto", "chunk", "triton", "scan", "reference"),
             rich_help_panel="Compute",
         ),
     ] = None,
@@ -113,11 +125,8 @@ def probe_norm(
     if a check fails: the closed form of VLA's norm, or gradients against products of Jacobians.
     """
     with output.command("probe-norm", fmt=fmt, json=json, quiet=quiet, debug=debug) as doc:
-        from linattn_cli.kernels.registry import MIXERS
-
-        chosen = None if models is None else parse_names(models, MIXERS, "--models")
+        chosen = None if models is None else parse_arms(models)
         seed_list = [0] if seeds is None else parse_ints(seeds, "--seeds")
-        tokens = None if seq_len is None else parse_int(seq_len, "--seq-len")
 
         from linattn_cli.probe_report import Request, run
 
@@ -126,7 +135,7 @@ def probe_norm(
             source=source,
             runs=runs or [],
             step=step,
-            seq_len=tokens,
+            seq_len=seq_len,
             d_head=d_head,
             heads=heads,
             seeds=seed_list,
