@@ -14,6 +14,9 @@ from linattn_cli.probe_states import growth_exponent
 BOUNDED = 0.1
 """Growth exponent over the last decade up to which a state counts as settled."""
 
+SETTLING = 10
+"""Tokens for each dimension of a head that a state is given to settle: it fills up with d_head associations first."""
+
 FORMULA = 1e-5
 """How far the closed form may be from a measured norm, and a norm or radius from the 1 that is claimed of it."""
 
@@ -29,17 +32,18 @@ PAPER_LENGTH, PAPER_LINEAR, PAPER_VLA = 1000, 1600.0, 15.0
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim: whether it holds here, the number that decides, and a sentence."""
+    """One claim: whether it holds here (None: not decided), the number that decides, and a sentence."""
 
     key: str
     claim: str
-    holds: bool
+    holds: bool | None
     value: float | None
     text: str
 
     @property
     def verdict(self) -> str:
-        return f"{'holds' if self.holds else 'does not hold'}: {self.text}"
+        word = {True: "holds", False: "does not hold", None: "not decided"}[self.holds]
+        return f"{word}: {self.text}"
 
 
 def claims(measurements: Sequence[Measurement], blow_up: BlowUp | None = None) -> list[Claim]:
@@ -100,9 +104,10 @@ def _bounded(vla: Sequence[Measurement]) -> Iterator[Claim]:
         return
     largest = max(exponents)
     text = f"norm {between(last)} at T = {total}, growing like T^{largest:.2f} over the last decade"
+    early = total < SETTLING * max(m.subject.recurrence.tokens["k"].shape[-1] for m in vla)
     if largest > BOUNDED:
-        text += f" (settled below T^{BOUNDED}); try a longer --seq-len"
-    yield Claim("vla_prop1", what, largest <= BOUNDED, largest, text)
+        text += "; too short to tell, give a longer --seq-len" if early else f", settled would be below T^{BOUNDED}"
+    yield Claim("vla_prop1", what, True if largest <= BOUNDED else None if early else False, largest, text)
 
 
 def _unit_vectors(vla: Sequence[Measurement]) -> Iterator[Claim]:

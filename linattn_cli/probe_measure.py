@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,13 +99,16 @@ def measure(subject: Subject, impl: str) -> Measurement:
     recurrence, exact = subject.recurrence, subject.exact
     if not exact.has_fixed_state():
         return Measurement(subject, reason="none: its cache grows with T")
-    found = Measurement(subject, state=state_norms_over_time(recurrence, impl))
     exact_impl = impl if impl in ("reference", "scan") else "chunk"
     empty = exact.empty()
     first = Step(exact, exact.windows([0], 1), empty, memory(empty))
+    one_matrix = acts_on_columns(first)
+    if one_matrix:
+        _check_memory(exact.length, leaves(empty)[first.names[0]])
+    found = Measurement(subject, state=state_norms_over_time(recurrence, impl))
     with torch.no_grad():
         found.condition = _conditions(exact, exact_impl) if A in leaves(empty) else None
-        if acts_on_columns(first):
+        if one_matrix:
             matrices, error = _matrices(exact, exact_impl, first)
             found.jacobians = _of_matrices(matrices, first.names, error, subject)
         else:
@@ -123,15 +125,6 @@ def _matrices(exact: Recurrence, impl: str, first: Step) -> tuple[Tensor, float]
     S = leaves(first.before)[first.names[0]]
     batch, heads, key_dim, _ = S.shape
     shape = (exact.length, batch, heads, key_dim, key_dim)
-    needed = 3 * 8 * math.prod(shape)
-    if needed > MOST_BYTES:
-        raise CliError(
-            f"the Jacobians of {exact.length} steps with {heads} heads of dimension {key_dim} would take "
-            f"{needed / 2**30:.1f} GiB",
-            hint="lower --seq-len, --heads or --d-head",
-            exit_code=EXIT_MEMORY,
-            kind="memory",
-        )
     matrices, error = torch.zeros(shape, dtype=torch.float64), 0.0
     for visit in walk(exact, impl):
         step = Step(exact, visit.tokens, visit.before, first.names)
@@ -139,6 +132,20 @@ def _matrices(exact: Recurrence, impl: str, first: Step) -> tuple[Tensor, float]
         error = max(error, matrix_error(step, J))
         matrices[visit.steps] = J.view(len(visit.steps), *shape[1:]).cpu()
     return matrices, error
+
+
+def _check_memory(steps: int, S: Tensor) -> None:
+    """Refuse before anything is measured: the matrices of all steps are held three times, for their products."""
+    batch, heads, key_dim, _ = S.shape
+    needed = 3 * 8 * steps * batch * heads * key_dim**2
+    if needed > MOST_BYTES:
+        raise CliError(
+            f"the Jacobians of {steps} steps with {heads} heads of dimension {key_dim} would take "
+            f"{needed / 2**30:.1f} GiB",
+            hint="lower --seq-len, --heads or --d-head",
+            exit_code=EXIT_MEMORY,
+            kind="memory",
+        )
 
 
 def _of_matrices(J: Tensor, names: list[str], error: float, subject: Subject) -> Jacobians:

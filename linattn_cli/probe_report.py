@@ -43,6 +43,7 @@ class Request:
     dtype: str | None
     impl: str | None
     plot: Path | None
+    trust: bool = False
 
 
 def run(request: Request, doc: Document) -> None:
@@ -132,12 +133,12 @@ def _jobs(request: Request) -> list[Job]:
         jobs = []
         for path in request.runs:
             require_run(path)
-            config = load_run_config(str(path / RECIPE), overrides=common)
+            config = load_run_config(str(path / RECIPE), overrides=common, trust=request.trust)
             jobs.append(Job(config.model.name, config, config.seed, path))
         return jobs
     common |= {"model.d_head": request.d_head, "model.heads": request.heads}
     jobs = []
-    for arm in [parse_arm(name) for name in request.models or list(MIXERS)]:
+    for arm in [parse_arm(name) for name in request.models or _all_that_have(request.impl)]:
         if "seed" in arm.changes:
             raise CliError(f"--models: {arm.name} sets a seed", hint="use --seeds")
         own = dict(arm.changes)
@@ -148,6 +149,12 @@ def _jobs(request: Request) -> list[Job]:
     if not request.normalise_gate and all(job.config.model.name != "vla" for job in jobs):
         raise CliError("--no-normalise-gate is an option of vla, which is not among --models", hint="add vla to them")
     return jobs
+
+
+def _all_that_have(impl: str | None) -> list[str]:
+    """Every mixer, or those with the implementation asked for."""
+    every = list(MIXERS)
+    return [name for name in every if impl in MIXERS[name].impls] or every
 
 
 def _resolved_impl(config: RunConfig, device: Any) -> str:

@@ -20,13 +20,12 @@ from linattn_cli.config import RunConfig
 from linattn_cli.evaluation import precision, to_device
 from linattn_cli.kernels.forms.features import unit
 from linattn_cli.kernels.forms.vla import vla_directions
-from linattn_cli.kernels.registry import MIXERS
 from linattn_cli.kernels.types import FormOutput
 from linattn_cli.layers.base import Mixer
 from linattn_cli.layers.hla import HigherOrder
 from linattn_cli.output import CliError
+from linattn_cli.own_mixer import find_mixer, is_own, load, short_name
 from linattn_cli.probe_states import Recurrence
-from linattn_cli.probes import mixer_layers
 from linattn_cli.runs import resume_command
 from linattn_cli.verify_mixers import form_of
 
@@ -80,7 +79,12 @@ def operator_subject(
     u is a unit vector over sqrt(d_head) and q of the higher orders is divided by sqrt(d_head), as their layers
     do; beta is the sigmoid of noise, forget gates are near 0.98.
     """
-    mixer, options = MIXERS[config.model.name], config.model.options
+    mixer, options = find_mixer(config.model.name), config.model.options
+    if is_own(mixer.name) and not load(mixer.name).has_oracle:
+        raise CliError(
+            f"{short_name(mixer.name)} has no form with a serial oracle to probe",
+            hint="give its class `form` and `impls` with reference in it; or --source model, for a subclass of Mixer",
+        )
     form = form_of(mixer)
     parameters = inspect.signature(form).parameters
     settings = {name: value for name, value in options.items() if name in parameters and name != "beta"}
@@ -132,7 +136,7 @@ def _draw(config: RunConfig, parameters: Mapping[str, Any], tokens: int, seed: i
 def _is_higher_order(name: str) -> bool:
     import importlib
 
-    module, layer = MIXERS[name].layer.split(":")
+    module, layer = find_mixer(name).layer.split(":")
     return issubclass(getattr(importlib.import_module(module), layer), HigherOrder)
 
 
@@ -190,7 +194,12 @@ def layer_subjects(
     model.to(device=device, dtype=torch.float64 if dtype == "float64" else None).eval()
     model.set_impl(config.model.impl)
     inputs: dict[int, Tensor] = {}
-    layers = [module for _, module in mixer_layers(model)]
+    layers = [block.mixer for block in model.blocks]
+    if not all(isinstance(layer, Mixer) for layer in layers):
+        raise CliError(
+            f"{short_name(config.model.name)} is no subclass of Mixer, and what it carries is not known",
+            hint="probe-norm follows `mix` of a linattn_cli.layers.Mixer; derive the class from it",
+        )
 
     def remember(index: int) -> Any:
         return lambda module, args: inputs.update({index: args[0].detach()})

@@ -15,6 +15,7 @@ from linattn_cli.options import (
     JsonOption,
     QuietOption,
     SetOption,
+    TrustOption,
     d_head_option,
     parse_arms,
     parse_ints,
@@ -32,7 +33,7 @@ def probe_norm(
         typer.Option(
             "--models",
             help="Mixers, comma-separated; with settings of their own as in vla:penalty=none.",
-            show_default="all",
+            show_default="all, or all that have --impl",
             autocompletion=completions.complete_models,
             rich_help_panel=_PROBE,
         ),
@@ -83,6 +84,7 @@ def probe_norm(
             rich_help_panel=_PROBE,
         ),
     ] = False,
+    trust: TrustOption = False,
     sets: SetOption = None,
     plot: Annotated[
         Path | None,
@@ -145,5 +147,6 @@ def probe_norm(
             dtype=dtype,
             impl=impl,
             plot=plot,
+            trust=trust,
         )
         run(request, doc)
