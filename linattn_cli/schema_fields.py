@@ -2,8 +2,8 @@
 
 A field is `"name": "type, meaning"`. The types are number, integer, string, boolean, null, strings, integers,
 numbers, objects (arrays), object and any, joined by `|`; a `?` after them marks a field that need not be there,
-a `*` in a name stands for any words. A number that is not finite is null with a flag beside it (`loss_is_nan: true`), so
-every number may be null.
+a `*` in a name stands for any words. A number that is not finite is null with a flag beside it (`loss_is_nan:
+true`), so every number may be null.
 """
 
 from __future__ import annotations
@@ -256,6 +256,64 @@ LATENCY = Output(
     },
 )
 
+PROBE_NORM = Output(
+    "Norms of states, Jacobians and gradients: a row a layer or operator, and in the summary a verdict a claim.",
+    rows=(
+        {
+            "model": "string, mixer, with its settings",
+            "source": "string, operator, model, or the run folder",
+            "layer": "integer|null, number of the layer; null for a bare operator",
+            "seed": "integer, seed of inputs and weights",
+            "seq_len": "integer, tokens T",
+            "heads": "integer, key heads",
+            "d_head": "integer, key dimension of a head",
+            "jacobian": "string, the tensors it is taken of, or why there is none",
+            "jacobian_steps": "integer?, steps at which it was measured",
+            "jacobian_norm_max": "number?, largest spectral norm, over steps, heads and sequences",
+            "jacobian_norm_max_step": "integer?, where that was, counted from 1",
+            "jacobian_norm_mean": "number?, mean of it",
+            "spectral_radius_max": "number?, largest spectral radius",
+            "spectral_radius_min": "number?, smallest",
+            "cosine_min": "number|null?, smallest a.k where a step is I - a k^T of unit vectors",
+            "cosine_mean": "number|null?, mean of it",
+            "closed_form_error": "number|null?, how far (1 + sqrt(5 - 4 a.k)) / 2 is from the measured norm",
+            "jacobian_error": "number?, how far it is from the step on random vectors, relative",
+            "jacobian_residual": "number?, relative residual of the iterations; 0 where all values were computed",
+            "joint_jacobian_norm_max": "number?, largest norm of the Jacobian of A and S together",
+            "condition_A_max": "number?, largest cond(A)",
+            "condition_A_last": "number?, cond(A) after the last token",
+            "product_norm_*": "number?, largest norm of a product of so many Jacobians; log10: of all T, its logarithm",
+            "gradient_norm_*": "number?, norm of d(output at T)/d(state so many tokens before its end)",
+            "gradient_error": "number?, autograd against products of Jacobians, relative",
+            "state_norm_*": "number?, Frobenius norm after T tokens, mean over heads; max_: the largest at any time",
+            "growth_exponent_*": "number|null?, p of norm ~ t^p over the last decade; null where there is no trend",
+            "nonfinite_step": "integer|null?, first step with a number that is not finite",
+            "nonfinite_tensor": "string|null?, the tensor it is in",
+            "series": "object?, what was found over time",
+        },
+    ),
+    summary={
+        "vla_*": "object?, a claim about VLA, whether it holds (null: not decided), the number and a sentence",
+        "linear_unbounded": "object?, the same for the growth of linear attention's state",
+        "unnormalised_repeated_key_log10": "number?, log10 of the product's norm after 25 steps, one raw key repeated",
+        "unnormalised_random_keys_log10": "number?, the same for random raw keys, median",
+        "unnormalised_log10_by_step": "object?, both by step",
+    },
+    config={
+        "source": "string|strings, operator or model, or the run folders",
+        "models": "strings, mixers",
+        "options": "object, options of each",
+        "seq_len": "integer|null, tokens; null for what the run was trained on",
+        "d_head": "integer, dimension of a head",
+        "heads": "integer, heads",
+        "seeds": "integers, seeds",
+        "step": "integer|null, checkpoint of the run; null for the last one",
+        "dtype": "strings, precision of inputs and states",
+        "impl": "string, implementation asked for",
+        "plot": "string|null, file of the plot",
+    },
+)
+
 TASK_SHOW = Output(
     "Examples of a task: a row a token.",
     rows=(
@@ -430,6 +488,7 @@ OUTPUTS: dict[str, Output] = {
     "eval": EVAL,
     "verify-scan": VERIFY_SCAN,
     "latency": LATENCY,
+    "probe-norm": PROBE_NORM,
     "capacity-sweep": CAPACITY_SWEEP,
     "task": USAGE,
     "task show": TASK_SHOW,

@@ -55,6 +55,12 @@ CASES: dict[str, list[list[str]]] = {
         ["--models", "linear", "--mode", "decode", *FAST],
         ["--mode", "forwards"],
     ],
+    "probe-norm": [
+        ["--seq-len", "20", "--heads", "1", "--d-head", "4", "--no-normalise-gate", "--device", "cpu", "--quiet"],
+        ["--run", "{run}", "--quiet"],
+        ["--models", "vlaa"],
+        ["--run", "{new}"],
+    ],
     "capacity-sweep": [
         [*SWEEP, "--models", "linear,vla:penalty=none", "--n-pairs", "1,2", "--lrs", "1e-3,1e-2", "--out", "{new}"],
         [*SWEEP, "--models", "lienar"],
