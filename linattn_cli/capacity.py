@@ -141,8 +141,8 @@ seq_len 13 lr 0.0003 seed 0']
 def _grids(sweep: SweepConfig) -> Iterator[SweepGrid]:
     yield sweep
     for further in sweep.more:
-        written = {name: getattr(further, name) for name in further.model_fields_set}
-        yield sweep.model_copy(update=written)
+        own = {name: value for name in SweepGrid.model_fields if (value := getattr(further, name))}
+        yield sweep.model_copy(update=own)
 
 
 def _combinations(grid: SweepGrid, sweep: SweepConfig, config: RunConfig) -> Iterator[tuple[Arm, Changes]]:

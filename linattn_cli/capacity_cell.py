@@ -6,8 +6,13 @@ Nothing here raises: whatever happens becomes an `Outcome`, which crosses proces
 from __future__ import annotations
 
 import gc
+import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
+
+from linattn_cli.runs import CHECKPOINTS, RunFolder
 
 if TYPE_CHECKING:
     import torch
@@ -24,12 +29,14 @@ class Work(TypedDict):
     config   a resolved `RunConfig`, without its sweep
     device   where to compute, `cuda:1` for instance
     threads  CPU threads
+    weights  give the trained weights back too
     """
 
     kind: str
     config: dict[str, Any]
     device: str
     threads: int
+    weights: bool
 
 
 class Outcome(TypedDict):
@@ -39,18 +46,21 @@ class Outcome(TypedDict):
              misses the worker
     figures  what was reached, by column of the `cells` table
     metrics  lines of `metrics.jsonl`
+    files    what else belongs into the run folder, by path: the checkpoint, where weights were asked for
     error    `type` and `message`, None unless something went wrong
     """
 
     status: str
     figures: dict[str, Any]
     metrics: list[dict[str, Any]]
+    files: dict[str, bytes]
     error: dict[str, str] | None
 
 
 def crashed(message: str) -> Outcome:
     """The outcome of a worker that is gone."""
-    return {"status": "crashed", "figures": {}, "metrics": [], "error": {"type": "crash", "message": message}}
+    error = {"type": "crash", "message": message}
+    return {"status": "crashed", "figures": {}, "metrics": [], "files": {}, "error": error}
 
 
 def work(job: Work) -> Outcome:
@@ -62,9 +72,10 @@ def work(job: Work) -> Outcome:
     from linattn_cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, describe_error
 
     metrics: list[dict[str, Any]] = []
+    files: dict[str, bytes] = {}
     started = time.perf_counter()
     try:
-        figures = _probe(job) if job["kind"] == "probe" else _train(job, metrics)
+        figures = _probe(job) if job["kind"] == "probe" else _train(job, metrics, files)
     except Exception as error:
         failure = describe_error(error)
         if failure.exit_code in (EXIT_INTERRUPTED, EXIT_TERMINATED) or "CUDA error" in failure.message:
@@ -75,12 +86,13 @@ def work(job: Work) -> Outcome:
             "status": status,
             "figures": figures,
             "metrics": metrics,
+            "files": {},
             "error": {"type": failure.kind, "message": failure.message},
         }
     finally:
         _clean_up()
     figures["wall_s"] = time.perf_counter() - started
-    return {"status": "finished", "figures": figures, "metrics": metrics, "error": None}
+    return {"status": "finished", "figures": figures, "metrics": metrics, "files": files, "error": None}
 
 
 def _prepare(job: Work) -> tuple[RunConfig, torch.device]:
@@ -98,7 +110,9 @@ def _prepare(job: Work) -> tuple[RunConfig, torch.device]:
     return config, device
 
 
-def _train(job: Work, metrics: list[dict[str, Any]]) -> dict[str, Any]:
+def _train(job: Work, metrics: list[dict[str, Any]], files: dict[str, bytes]) -> dict[str, Any]:
+    import torch
+
     from linattn_cli import environment, experiment
     from linattn_cli.evaluation import evaluate
     from linattn_cli.training import Trainer
@@ -106,8 +120,14 @@ def _train(job: Work, metrics: list[dict[str, Any]]) -> dict[str, Any]:
     config, device = _prepare(job)
     impl = environment.resolve_impl(config.model.impl, device)
     task, model = experiment.build(config)
-    trainer = Trainer(model, task, config.train, seed=config.seed, device=device, on_row=metrics.append)
-    ended = trainer.train()
+    # Only the last checkpoint is of use here, and only where it was asked for.
+    settings = config.train.model_copy(update={"checkpoint_every": config.train.steps})
+    with tempfile.TemporaryDirectory(prefix="linattn-cell-") as folder:
+        run = RunFolder(Path(folder)) if job["weights"] else None
+        trainer = Trainer(model, task, settings, seed=config.seed, device=device, run=run, on_row=metrics.append)
+        ended = trainer.train()
+        kept = (path for path in Path(folder, CHECKPOINTS).rglob("*") if path.is_file())
+        files.update({str(path.relative_to(folder)): path.read_bytes() for path in kept})
 
     def judge(stream: str) -> dict[str, Any]:
         return evaluate(
@@ -138,7 +158,7 @@ def _train(job: Work, metrics: list[dict[str, Any]]) -> dict[str, Any]:
         "train_s": ended.train_s,
         "tokens_per_s": ended.tokens_per_s,
         "device": str(device),
-        "device_name": environment.describe(device=device, dtype=config.train.dtype, impl=impl)["device_name"],
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else environment.cpu_name(),
         "impl": impl,
         "fingerprint": task.fingerprint(config.seed),
     }
@@ -196,8 +216,6 @@ def _probe(job: Work) -> dict[str, Any]:
 
 def _clean_up() -> None:
     """Give memory back between cells: other processes share the GPU."""
-    import sys
-
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from linattn_cli.capacity_workers import LocalPool, Pool
 from linattn_cli.config import RunConfig, SweepConfig, load_run_config
 from linattn_cli.experiment import differences
 from linattn_cli.output import EXIT_INTERRUPTED, EXIT_TERMINATED, CliError, Document, Terminated
+from linattn_cli.render import cell as shown
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,7 @@ class Request:
     workers: int | None = None
     ray: str | None = None
     plot: Path | None = None
+    keep_weights: bool = False
     dry_run: bool = False
 
 
@@ -56,13 +58,13 @@ def run(request: Request, doc: Document) -> None:
         raise CliError("--resume needs the folder of the sweep", hint="add --out FOLDER")
     with contextlib.ExitStack() as stack:
         folder = None
-        if request.resume and not request.dry_run:
+        if request.resume:
             assert request.out is not None
             folder = stack.enter_context(SweepFolder.resume(request.out))
         config = _load(request)
         cells = cells_of(config)
         if request.dry_run:
-            _dry_run(request, doc, config, cells)
+            _dry_run(request, doc, config, cells if folder is None else folder.missing_of(cells))
             return
         device = _begin(doc, config, request)
         if folder is None:
@@ -121,7 +123,7 @@ def _begin(doc: Document, config: RunConfig, request: Request) -> torch.device:
     environment.resolve_dtype(config.train.dtype, device)
     doc.config = config
     doc.memory_hint = "lower --workers, the batch size, the sequence length or d_model"
-    doc.begin(device=device, dtype=config.train.dtype, impl=environment.resolve_impl("auto", device))
+    doc.begin(device=device, dtype=config.train.dtype, impl=environment.resolve_impl(config.model.impl, device))
     return device
 
 
@@ -141,18 +143,21 @@ def _run_missing(folder: SweepFolder, config: RunConfig, device: torch.device, r
         return
     for cell in missing:
         folder.begin(cell)
-    bar = doc.progress(total, "cells")
-    with bar:
+    told = _teller(missing)
+    with doc.progress(total, "cells") as bar:
         bar.log(f"sweep folder {folder.path}: {len(missing)} of {total} cells to run")
         bar.skip(total - len(missing))
         try:
             with make_pool(config, device, request, len(missing), log=folder.path / LOG) as pool:
-                bar.log(f"{pool.slots} cells at a time, {(config.sweep or SweepConfig()).threads} threads each")
-                for cell, outcome, attempts in run_cells(missing, pool, str(device), bar.log):
+                bar.log(f"{pool.slots} at a time, CPU threads a cell: {missing[0].threads}")
+                for cell, outcome, attempts in run_cells(
+                    missing, pool, str(device), log=bar.log, weights=request.keep_weights
+                ):
                     row = folder.record(cell, outcome, attempts=attempts, env=doc.env)
                     if row["status"] != "finished":
                         bar.log(f"{row['status']}: {cell.label}: {row['error']}")
-                    bar.update(1, last=f"{cell.label}: {row.get('accuracy') or row['status']}")
+                    reached = row["accuracy"] if row["status"] == "finished" else row["status"]
+                    bar.update(1, last=f"{told(cell)}: {shown(reached)}")
         except KeyboardInterrupt as error:
             _report(folder, config, doc, request)
             left = len(folder.missing())
@@ -163,6 +168,12 @@ def _run_missing(folder: SweepFolder, config: RunConfig, device: torch.device, r
                 exit_code=EXIT_TERMINATED if terminated else EXIT_INTERRUPTED,
                 kind="terminated" if terminated else "interrupted",
             ) from None
+
+
+def _teller(cells: list[Cell]) -> Callable[[Cell], str]:
+    """A short name for each of these cells: its model, and the settings in which they differ."""
+    varying = [name for name in cells[0].place if len({cell.place[name] for cell in cells}) > 1 and name != "model"]
+    return lambda cell: " ".join([cell.arm, *(f"{name} {shown(cell.place[name])}" for name in varying)])
 
 
 def make_pool(config: RunConfig, device: torch.device, request: Request, jobs: int, *, log: Path) -> Pool:
@@ -195,7 +206,7 @@ def _devices(asked: str, device: torch.device) -> list[str]:
 
 
 def run_cells(
-    cells: list[Cell], pool: Pool, device: str, log: Any = lambda line: None
+    cells: list[Cell], pool: Pool, device: str, *, log: Callable[[str], object], weights: bool = False
 ) -> Iterator[tuple[Cell, Outcome, int]]:
     """Run cells, the longest first, and yield each as it ends, with the number of attempts.
 
@@ -209,7 +220,7 @@ def run_cells(
             cell, attempt = waiting.popleft()
             number += 1
             running[number] = cell, attempt
-            pool.submit(number, job_of(cell, device))
+            pool.submit(number, job_of(cell, device, weights=weights))
         for done, outcome in pool.wait():
             cell, attempt = running.pop(done)
             error = outcome["error"]
@@ -221,10 +232,10 @@ def run_cells(
                 yield cell, outcome, attempt
 
 
-def job_of(cell: Cell, device: str, kind: str = "train") -> Work:
+def job_of(cell: Cell, device: str, *, kind: str = "train", weights: bool = False) -> Work:
     """What a worker needs to run a cell."""
     config = cell.config.model_dump(mode="json", exclude={"sweep"})
-    return {"kind": kind, "config": config, "device": device, "threads": cell.threads}
+    return {"kind": kind, "config": config, "device": device, "threads": cell.threads, "weights": weights}
 
 
 def _report(folder: SweepFolder, config: RunConfig, doc: Document, request: Request) -> None:
@@ -280,6 +291,10 @@ def _dry_run(request: Request, doc: Document, config: RunConfig, cells: list[Cel
     from linattn_cli.capacity_estimate import estimate
 
     device = _begin(doc, config, request)
+    if not cells:
+        doc.log("every cell is there already")
+        doc.summary = {"cells": 0, "steps": 0}
+        return
     doc.results = [{**cell.place, "steps": cell.config.train.steps, "tokens": cell.tokens} for cell in cells]
     with make_pool(config, device, request, len(cells), log=Path(os.devnull)) as pool:
         started = time.perf_counter()

@@ -165,11 +165,10 @@ class SweepFolder:
         """Enter cells as pending, and return those that were not there yet."""
         known = {row["key"] for row in self.rows()}
         new = [cell for cell in cells if cell.key not in known]
-        names = [name for name in COLUMNS if name in _entry(new[0])] if new else []
-        marks = ", ".join(f":{name}" for name in names)
-        self._write(
-            f"INSERT INTO cells ({', '.join(names)}) VALUES ({marks})", [_entry(cell) for cell in new]
-        ) if new else None
+        if new:
+            entries = [_entry(cell) for cell in new]
+            marks = ", ".join(f":{name}" for name in entries[0])
+            self._write(f"INSERT INTO cells ({', '.join(entries[0])}) VALUES ({marks})", entries)
         return new
 
     def add_recipe(self, config: RunConfig) -> Path:
@@ -189,6 +188,11 @@ class SweepFolder:
     def missing(self) -> list[Cell]:
         """Cells still to be run: pending ones, and those that failed."""
         return [cell_of(row) for row in self.rows() if row["status"] not in DONE]
+
+    def missing_of(self, cells: Iterable[Cell]) -> list[Cell]:
+        """What a resume with this grid would run, without entering it."""
+        known = {row["key"] for row in self.rows()}
+        return [*self.missing(), *(cell for cell in cells if cell.key not in known)]
 
     def begin(self, cell: Cell) -> None:
         """Clear what an unfinished earlier run of the cell left."""
@@ -220,6 +224,11 @@ class SweepFolder:
             run.write_recipe(dump_recipe(cell.config))
             for line in outcome["metrics"]:
                 run.append_metrics(line)
+            for name, data in outcome["files"].items():
+                path = run.path / name
+                with storage_errors(path):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(data)
             run.write_result(
                 {
                     "schema_version": 1,

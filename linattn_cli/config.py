@@ -212,7 +212,7 @@ class SweepConfig(SweepGrid):
     """A grid of training runs, for `linattn capacity-sweep`.
 
     variants  names for settings to compare, dotted keys under each; empty `models` means all of these
-    more      further grids; the lists that one leaves out are those above
+    more      further grids; the lists that one leaves empty are those above
     threads   CPU threads of a run; part of what decides its figures, so not taken from the machine
     """
 
@@ -236,7 +236,7 @@ class SweepConfig(SweepGrid):
                 raise _problem(
                     f"there is no model {name!r}{nearest(name, known)}",
                     at=("models",),
-                    hint=f"there are {', '.join(known)}",
+                    hint=f"there are {', '.join(known)}; settings go behind the name, as in vla:penalty=none",
                 )
         return self
 

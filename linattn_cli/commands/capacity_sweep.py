@@ -79,6 +79,14 @@ def capacity_sweep(
             "--plot", help="Draw accuracy against n_pairs and against state bytes, .png or .svg.", rich_help_panel="Run"
         ),
     ] = None,
+    keep_weights: Annotated[
+        bool,
+        typer.Option(
+            "--keep-weights",
+            help="Keep the trained weights in the run folders, for linattn eval.",
+            rich_help_panel="Run",
+        ),
+    ] = False,
     workers: Annotated[
         int | None,
         typer.Option(
@@ -148,5 +156,7 @@ def capacity_sweep(
         }
         from linattn_cli import capacity_run
 
-        request = capacity_run.Request(recipe, sets, overrides, out, resume, workers, ray, plot, dry_run)
+        request = capacity_run.Request(
+            recipe, sets, overrides, out, resume, workers, ray, plot, keep_weights=keep_weights, dry_run=dry_run
+        )
         capacity_run.run(request, doc)
