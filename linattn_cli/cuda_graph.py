@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from linattn_cli.environment import resolve_impl
 from linattn_cli.layers.base import Mixer
 from linattn_cli.layers.softmax import Softmax
+from linattn_cli.output import EXIT_INTERNAL, CliError
 
 Result = TypeVar("Result")
 
@@ -78,8 +79,19 @@ class RecordedStep(Generic[Result]):
         self._inputs = tuple(torch.empty_like(host, device=self._device) for host in hosts)
         self._feed(hosts)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._result = self._step(*self._inputs)
+        try:
+            with torch.cuda.graph(graph):
+                self._result = self._step(*self._inputs)
+        except RuntimeError as error:
+            first: BaseException = error
+            while first.__context__ is not None:  # the end of a broken recording hides what broke it
+                first = first.__context__
+            raise CliError(
+                f"a training step could not be recorded as a CUDA graph: {' '.join(str(first).split())[:200]}",
+                hint="train without: --set train.cuda_graph=false",
+                exit_code=EXIT_INTERNAL,
+                kind="internal",
+            ) from error
         graph.replay()  # recording runs nothing
         self._graph = graph
         return self._result

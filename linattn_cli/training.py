@@ -325,7 +325,8 @@ class Trainer:
         self._bad_step.copy_(torch.where(bad & (self._bad_step < 0), self._step_number, self._bad_step))
         self._bad.copy_(torch.maximum(self._bad, bad.float()))
         self.optimizer.step()
-        return _Worked(scored, loss.detach(), norm)
+        # detached: a step must not keep the last one's autograd nodes alive, least of all into a recording
+        return _Worked(Scored(scored.logits.detach(), labels), loss.detach(), norm)
 
     def _validate(self) -> dict[str, float]:
         found = evaluate(
