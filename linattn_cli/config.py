@@ -301,11 +301,13 @@ def derive(config: RunConfig, changes: Mapping[str, Any], *, label: str) -> RunC
     >>> derive(RunConfig(), {"model.name": "linear", "task.n_pairs": 4}, label="a cell").model.options["readout"]
     'ratio'
     """
-    data = config.model_dump(mode="json", exclude={"sweep"})
+    # Only what was written: what was resolved from it must be resolved anew.
+    data = config.model_dump(mode="json", exclude={"sweep"}, exclude_unset=True)
     if changes.get("model.name", config.model.name) != config.model.name:
-        data["model"]["options"] = {}
+        data["model"] = {key: value for key, value in data.get("model", {}).items() if key != "options"}
     if changes.get("task.name", config.task.name) != config.task.name:
         data["task"] = {}
+    data.setdefault("task", {}).setdefault("name", config.task.name)
     sources = Sources(None, data)
     for key, value in changes.items():
         sources.put(tuple(key.split(".")), value, "")

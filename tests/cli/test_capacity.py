@@ -195,3 +195,9 @@ def test_an_arm_has_the_yaml_types_of_its_settings():
         "model.options.lambda0": 0.01,
         "model.options.normalise_gate": False,
     }
+
+
+def test_what_the_recipe_left_open_is_resolved_for_each_cell():
+    """Warm-up is clamped to the steps of the cell, not to those of the recipe."""
+    config = load_run_config(sets=["sweep.grid={train.steps: [50, 1000]}"], overrides={"train.steps": 10})
+    assert [cell.config.train.warmup_steps for cell in cells_of(config)] == [50, 300]

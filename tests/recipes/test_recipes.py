@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from linattn_cli.app import main
-from linattn_cli.config import RunConfig, load_run_config
+from linattn_cli.capacity import cells_of
+from linattn_cli.config import RunConfig, SweepConfig, load_run_config
 from linattn_cli.kernels.registry import MIXERS
 from linattn_cli.recipe import parse_value, recipe_names, recipe_summary
 
@@ -32,9 +33,10 @@ def keys_with_comments(name: str) -> dict[str, str]:
 
 
 def leaves(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by dotted key; what a sweep varies is a value of its own, however deep it is."""
     flat: dict[str, Any] = {}
     for key, value in data.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and prefix != "sweep.":
             flat |= leaves(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
@@ -52,6 +54,7 @@ def test_every_key_is_written_and_its_comment_tells_the_true_default(name):
             "task": task.model_dump() | {"name": "mqar"},
             "train": type(config.train)().model_dump(),
             "seed": RunConfig().seed,
+            **({} if config.sweep is None else {"sweep": SweepConfig().model_dump()}),
         }
     )
     for key, option in MIXERS[mixer].options.items():
@@ -79,7 +82,8 @@ def test_it_says_what_it_is_for_and_has_a_measured_row(name):
     mine = [dict(zip(header, row, strict=True)) for row in rows if row[0] == f"`{name}`"]
     assert mine, f"recipes/README.md needs a row for {name}"
     for row in mine:
-        assert f"linattn train --recipe {name}" in row["command"]
+        command = "train" if load_run_config(name).sweep is None else "capacity-sweep"
+        assert f"linattn {command} --recipe {name}" in row["command"]
         assert all(row.values()), row
         assert re.search(r"\d\.\d", row["measured"]), row
         assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", row["date"]), row
@@ -96,3 +100,17 @@ def test_it_trains(name, tmp_path):
             ]
         )
     assert not left.value.code
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if load_run_config(name).sweep is not None])
+def test_every_cell_of_a_sweep_is_possible_and_the_first_of_each_model_trains(name):
+    from linattn_cli.capacity_cell import work
+    from linattn_cli.capacity_run import job_of
+
+    cells = cells_of(load_run_config(name, overrides={"train.steps": 1, "train.batch_size": 2}))
+    first = {cell.arm: cell for cell in reversed(cells)}
+    for cell in first.values():
+        job = job_of(cell, "cpu")
+        job["config"]["train"] |= {"eval_examples": 2, "device": "cpu"}
+        outcome = work(job)
+        assert outcome["status"] == "finished", outcome["error"]
