@@ -9,6 +9,7 @@ atomic, and two runs give the same bits.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import triton
@@ -32,6 +33,7 @@ class StepBlocks(NamedTuple):
     num_warps: int
 
 
+@lru_cache
 def step_blocks(K: int, V: int) -> StepBlocks:
     """The sizes of a step.
 

@@ -81,7 +81,7 @@ def choose_blocks(K: int, V: int, dtype: torch.dtype, chunk_size: int | None, wi
 
 
 @lru_cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -90,7 +90,7 @@ def _multiprocessors(device: torch.device) -> int:
 def split_time(tokens: int, C: int, sequences: int, device: torch.device, per_unit: int = 2) -> tuple[int, int, int]:
     """Chunks, chunks a super-chunk, and super-chunks: about `per_unit` programs for every multiprocessor."""
     chunks = -(-tokens // C)
-    length = max(1, -(-chunks * sequences // (per_unit * _multiprocessors(device))))
+    length = max(1, -(-chunks * sequences // (per_unit * multiprocessors(device))))
     return chunks, length, -(-chunks // length)
 
 

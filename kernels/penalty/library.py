@@ -38,11 +38,11 @@ def wide_gain(u: Tensor, k: Tensor, masses: Tensor, lambda0: float) -> tuple[Ten
 
 
 def wide_apply(k: Tensor, inverses: Tensor, w: Tensor) -> Tensor:
-    """`X = K A0 - tril(K W^T) W` in every chunk, for the query heads of every key head."""
+    """`X = K A1 + triu(K W^T, 1) W` in every chunk, A1 the inverse at its end, for all query heads."""
     H, groups = w.shape[2], k.shape[2] // w.shape[2]
-    w_chunks, starts = _chunked(w), inverses[:, :, :-1]
+    w_chunks, ends = _chunked(w), inverses[:, :, 1:]
     heads = []
     for group in range(groups):
         k_chunks = _chunked(k.unflatten(2, (H, groups))[:, :, :, group])
-        heads.append(_tokens(k_chunks @ starts - (k_chunks @ w_chunks.mT).tril() @ w_chunks, k.shape[1], k.dtype))
+        heads.append(_tokens(k_chunks @ ends + (k_chunks @ w_chunks.mT).triu(1) @ w_chunks, k.shape[1], k.dtype))
     return torch.stack(heads, dim=3).flatten(2, 3)

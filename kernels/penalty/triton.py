@@ -2,7 +2,7 @@
 
 Forward: masses at the edges of the super-chunks, then one kernel that inverts them and walks. Backward, with
 y = gain(u, dx): `dk = y`, and du from a scan of `y x^T + x y^T` in reverse time. Saved: x, the downdates w, and
-one inverse a super-chunk.
+one mass and inverse a super-chunk.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from linattn_cli.kernels.penalty.inverse import inverse as library_inverse
 from linattn_cli.kernels.penalty.library import WIDE_CHUNK, wide_apply, wide_gain
 from linattn_cli.kernels.penalty.triton_kernels import (
     apply_kernel,
+    correct_kernel,
     downdate_kernel,
     inverse_kernel,
     mass_gradient_kernel,
@@ -27,6 +28,7 @@ from linattn_cli.kernels.triton_common import (
     choose_blocks,
     edge_states,
     launch,
+    multiprocessors,
     padded,
     refuse_float64,
     split_time,
@@ -34,6 +36,8 @@ from linattn_cli.kernels.triton_common import (
 from linattn_cli.kernels.types import PenaltyState
 
 STEP = 16  # tokens eliminated at once: elimination is serial, and 32 or 64 were slower (GPU.md)
+HEAVY = 2.0  # a chunk that may shrink A more than 1 + this in some direction has its gains corrected
+SHARE = 16  # chunks that one program looks at for such a correction
 WIDEST = 128  # above it A no longer fits the registers, and the factorisations of the library serve
 
 
@@ -57,7 +61,7 @@ def _warps(BK: int) -> int:
     "linattn::penalty_gain",
     mutates_args=(),
     schema="(Tensor u, Tensor k, Tensor? mass, Tensor? inverse, float lambda0, int chunk) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _penalty_gain(u, k, mass, inverse, lambda0, chunk):
     u, k = u.contiguous(), k.contiguous()
@@ -66,12 +70,12 @@ def _penalty_gain(u, k, mass, inverse, lambda0, chunk):
     given = inverse is not None
     blocks, split = _plan(u, chunk, given)
     _, length, supers = split
-    x, final_inverse, inverses, w = _outputs(u, k, chunk, given)
+    x, final_inverse, inverses, w, added = _outputs(u, k, chunk, given)
     edges, final_mass = edge_states(u, u, None, mass, H, blocks, split)
     masses = torch.cat((edges, final_mass.unsqueeze(2)), dim=2)
     if K > WIDEST:
         x, w, inverses = wide_gain(u, k, masses, lambda0)
-        return x, final_mass, inverses[:, :, -1].clone(), inverses, w
+        return x, final_mass, inverses[:, :, -1].clone(), masses, inverses, w, added
     if given:
         inverses.copy_(inverse.unsqueeze(2))
     else:
@@ -80,11 +84,11 @@ def _penalty_gain(u, k, mass, inverse, lambda0, chunk):
     warps = _warps(blocks.BK)
     launch(
         downdate_kernel, (supers * B * H,),
-        u, inverses, w, final_inverse, T, length * blocks.C, supers, inverses.shape[2], B, H,
+        u, inverses, w, added, final_inverse, T, length * blocks.C, supers, inverses.shape[2], B, H,
         K=K, BK=blocks.BK, C=STEP, COPIES=warps, FINAL=given, num_warps=warps, num_stages=2,
     )  # fmt: skip
-    _apply(k, inverses, w, x, blocks, split)
-    return x, final_mass, final_inverse, inverses, w
+    _apply(k, x, u, masses, final_inverse if given else inverses[:, :, 1:], w, added, lambda0, blocks, split)
+    return x, final_mass, final_inverse, masses, inverses, w, added
 
 
 def _invert(masses: Tensor, inverses: Tensor, lambda0: float) -> None:
@@ -112,19 +116,26 @@ def _(mass, lambda0):
     return torch.empty(mass.shape, dtype=torch.float32, device=mass.device)
 
 
-def _apply(k: Tensor, inverses: Tensor, w: Tensor, x: Tensor, blocks: Blocks, split: tuple[int, int, int]) -> None:
-    """Fill x with the gains of k, from the inverses at the edges and the downdates of every token."""
+def _apply(k, x, u, masses, ends, w, added, lambda0: float, blocks: Blocks, split: tuple[int, int, int]) -> None:
+    """Fill x with the gains of k, from the downdates w and the inverses at the ends of the super-chunks."""
     B, T, H, K = w.shape
-    _, length, supers = split
+    chunks, length, supers = split
+    sizes = {"K": K, "BK": blocks.BK, "C": blocks.C, "G": k.shape[2] // H}
+    shape = (T, length * blocks.C, supers, ends.stride(1) // (K * K), B, H)
     launch(
         apply_kernel, (supers * B * H,),
-        k, inverses, w, x, T, length * blocks.C, supers, inverses.shape[2], B, H,
-        K=K, BK=blocks.BK, C=blocks.C, G=k.shape[2] // H, num_warps=blocks.num_warps, num_stages=1,
+        k, ends, w, x, *shape, **sizes, num_warps=blocks.num_warps, num_stages=1,
+    )  # fmt: skip
+    programs = max(ceil_div(chunks * B * H, SHARE), min(chunks * B * H, multiprocessors(u.device)))
+    launch(
+        correct_kernel, (programs,),
+        k, u, ends, w, masses, added, x, lambda0, *shape, **sizes,
+        STEP=STEP, HEAVY=HEAVY, SHARE=SHARE, num_warps=8, num_stages=1,
     )  # fmt: skip
 
 
 def _outputs(u: Tensor, k: Tensor, chunk: int, given: bool) -> tuple[Tensor, ...]:
-    """Unfilled outputs: x, final inverse, the inverse at every edge, and the downdates.
+    """Unfilled outputs: x, final inverse, the inverse at every edge, the downdates, and the mass added a step.
 
     The last edge is the end; a given inverse is downdated to it instead.
     """
@@ -136,22 +147,28 @@ def _outputs(u: Tensor, k: Tensor, chunk: int, given: bool) -> tuple[Tensor, ...
         torch.empty(B, H, K, K, **options),
         torch.empty(B, H, supers + (not given), K, K, **options),
         torch.empty(B, T, H, K, **options),
+        torch.empty(B, H, ceil_div(T, STEP) if K <= WIDEST else 0, **options),
     )
 
 
 @_penalty_gain.register_fake
 def _(u, k, mass, inverse, lambda0, chunk):
-    x, final_inverse, inverses, w = _outputs(u, k, chunk, inverse is not None)
-    return x, torch.empty_like(final_inverse), final_inverse, inverses, w
+    B, _, H, K = u.shape
+    x, final_inverse, inverses, w, added = _outputs(u, k, chunk, inverse is not None)
+    _, (_, _, supers) = _plan(u, chunk, inverse is not None)
+    masses = torch.empty(B, H, supers + 1, K, K, dtype=torch.float32, device=u.device)
+    return x, torch.empty_like(final_inverse), final_inverse, masses, inverses, w, added
 
 
 @torch.library.custom_op(
     "linattn::penalty_gain_backward",
     mutates_args=(),
-    schema="(Tensor? d_x, Tensor? d_mass, Tensor? d_inverse, Tensor u, Tensor x, Tensor final_inverse, "
-    "Tensor inverses, Tensor w, int chunk, bool given) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor? d_x, Tensor? d_mass, Tensor? d_inverse, Tensor u, Tensor x, Tensor final_inverse, Tensor masses, "
+    "Tensor inverses, Tensor w, Tensor added, float lambda0, int chunk, bool given) -> (Tensor, Tensor, Tensor)",
 )
-def _penalty_gain_backward(d_x, d_mass, d_inverse, u, x, final_inverse, inverses, w, chunk, given):
+def _penalty_gain_backward(
+    d_x, d_mass, d_inverse, u, x, final_inverse, masses, inverses, w, added, lambda0, chunk, given
+):
     u = u.contiguous()
     d_x = torch.zeros_like(x) if d_x is None else d_x.contiguous()
     B, T, H, K = u.shape
@@ -163,7 +180,8 @@ def _penalty_gain_backward(d_x, d_mass, d_inverse, u, x, final_inverse, inverses
         y = wide_apply(d_x, inverses, w)
     else:
         y = torch.empty_like(d_x)
-        _apply(d_x, inverses, w, y, blocks, split)
+        ends = final_inverse if given else inverses[:, :, 1:]
+        _apply(d_x, y, u, masses, ends, w, added, lambda0, blocks, split)
     d_final = None if d_mass is None else -d_mass
     if d_inverse is not None:  # dM = -A dA A
         through_inverse = final_inverse @ d_inverse @ final_inverse
@@ -180,21 +198,22 @@ def _penalty_gain_backward(d_x, d_mass, d_inverse, u, x, final_inverse, inverses
 
 
 @_penalty_gain_backward.register_fake
-def _(d_x, d_mass, d_inverse, u, x, final_inverse, inverses, w, chunk, given):
+def _(d_x, d_mass, d_inverse, u, x, final_inverse, masses, inverses, w, added, lambda0, chunk, given):
     d_u = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     return d_u, torch.empty_like(x), torch.empty_like(final_inverse)
 
 
 def _setup(ctx: Any, inputs, output) -> None:
-    u, _, mass, inverse, _, ctx.chunk = inputs
-    x, _, final_inverse, inverses, w = output
+    u, _, mass, inverse, ctx.lambda0, ctx.chunk = inputs
+    x, _, final_inverse, *saved = output
     ctx.set_materialize_grads(False)
     ctx.has_mass, ctx.given = mass is not None, inverse is not None
-    ctx.save_for_backward(u, x, final_inverse, inverses, w)
+    ctx.save_for_backward(u, x, final_inverse, *saved)
 
 
 def _backward(ctx: Any, d_x, d_mass, d_inverse, *_):
-    d_u, d_k, d_initial = _penalty_gain_backward(d_x, d_mass, d_inverse, *ctx.saved_tensors, ctx.chunk, ctx.given)
+    options = (ctx.lambda0, ctx.chunk, ctx.given)
+    d_u, d_k, d_initial = _penalty_gain_backward(d_x, d_mass, d_inverse, *ctx.saved_tensors, *options)
     return d_u, d_k, d_initial if ctx.has_mass else None, None, None, None
 
 
@@ -218,5 +237,5 @@ def penalty_gain_triton(
     mass, inverse, age = (None, None, 0) if initial_state is None else initial_state
     given = initial_state is not None and u.shape[3] <= WIDEST and age + u.shape[1] <= REFRESH
     inverse = inverse.detach() if given and inverse is not None else None
-    x, mass, inverse, _, _ = _penalty_gain(u, k, mass, inverse, float(lambda0), chunk_size or 0)
+    x, mass, inverse, *_ = _penalty_gain(u, k, mass, inverse, float(lambda0), chunk_size or 0)
     return x, PenaltyState(mass, inverse, age + u.shape[1] if given else 0)

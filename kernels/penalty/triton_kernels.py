@@ -5,8 +5,9 @@ inverse A is taken there, all at once. Inside, C tokens at a time (MATH.md secti
 
     G = I + U A U^T = L D L^T        W = D^-1/2 L^-1 U A        A <- A - W^T W
 
-and `x_t = A_t k_t = A k_t - sum_{s<=t} w_s (w_s . k_t)`. The w of all tokens are what the backward needs: with
-them, the gain of another vector is a linear scan.
+so that `A_t = A_end + sum_{s>t} w_s w_s^T`. The w of all tokens are what the backward needs: with them, the gain
+of another vector is a linear scan from the end of a super-chunk, whose inverse is known too. All its terms add; from
+the start, `A - sum_{s<=t} w_s w_s^T`, it would be a small difference of large ones wherever A shrinks much.
 """
 
 from __future__ import annotations
@@ -74,10 +75,10 @@ def inverse_kernel(p_mass, p_inverse, lambda0, K: tl.constexpr, BK: tl.constexpr
 
 @kernel
 def downdate_kernel(
-    p_u, p_inverse, p_w, p_final, T, length, supers, edges, B, H,
+    p_u, p_inverse, p_w, p_added, p_final, T, length, supers, edges, B, H,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, COPIES: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    """The downdates w of one super-chunk, walked from the inverse at its edge.
+    """The downdates w of one super-chunk, walked from the inverse at its edge, and `trace(U A U^T)` of every step.
 
     Every warp holds its own copy of the C tokens at hand, as 16 rows of one tall tile: the serial elimination
     then never waits for another warp. Where A fits one warp's registers, one warp is best.
@@ -95,6 +96,8 @@ def downdate_kernel(
         b_copies = load_rows(p_u + row * K, i_t + o_n % C, T, H * K, o_k, K, BK)
         b_z = exact_dot(b_copies, b_A)
         b_G = exact_dot(b_z, tl.trans(b_u)) + tl.where(o_n[:, None] % C == o_c[None, :], 1.0, 0.0)
+        b_trace = tl.sum(tl.where(o_n[:, None] % C == o_c[None, :], b_G, 0.0), axis=1)
+        tl.store(p_added + state * tl.cdiv(T, C) + i_t // C, tl.sum(b_trace, axis=0) * (1.0 / COPIES) - C)
         b_T = unit_lower_inverse(tl.reshape(b_G, (COPIES, C, C)), C)
         b_ws = exact_dot(tl.permute(b_T, (0, 2, 1)), tl.reshape(b_z, (COPIES, C, BK)))
         b_w = tl.sum(b_ws, axis=0) * (1.0 / COPIES)
@@ -106,26 +109,82 @@ def downdate_kernel(
 
 @kernel
 def apply_kernel(
-    p_k, p_inverse, p_w, p_x, T, length, supers, edges, B, H,
+    p_k, p_end, p_w, p_x, T, length, supers, edges, B, H,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """`x_t = A_t k_t` where the downdates w are known already."""
+    """`x_t = A_t k_t` of one super-chunk from the downdates w, walked backwards from the inverse at its end.
+
+    `p_end` holds `edges` matrices a head, of which that of super-chunk i is the i-th.
+    """
     i_p = tl.program_id(0)
     i_s, i_b, i_h = i_p // (B * H), i_p % (B * H) // H, i_p % H
     o_k, o_c = tl.arange(0, BK), tl.arange(0, C)
     row = i_b.to(tl.int64) * T * H + i_h
     state = (i_b * H + i_h).to(tl.int64)
-    b_A = load_matrix(p_inverse + (state * edges + i_s) * K * K, o_k, K, K, o_k, K, 1)
+    b_A = load_matrix(p_end + (state * edges + i_s) * K * K, o_k, K, K, o_k, K, 1)
     first = i_s * length
-    for i_t in range(first, tl.minimum(first + length, T), C):
-        o_t = i_t + o_c
+    count = tl.cdiv(tl.minimum(length, T - first), C)
+    for n in range(count):
+        o_t = first + (count - 1 - n) * C + o_c
         b_w = load_rows(p_w + row * K, o_t, T, H * K, o_k, K, BK)
         for j in range(G):
             b_k = load_rows(p_k + (row * G + j) * K, o_t, T, H * G * K, o_k, K, BK)
-            b_score = tl.where(pair_mask(C, False, False), exact_dot(b_k, tl.trans(b_w)), 0.0)
-            b_x = exact_dot(b_k, b_A) - exact_dot(b_score, b_w)
+            b_score = tl.where(pair_mask(C, True, True), exact_dot(b_k, tl.trans(b_w)), 0.0)
+            b_x = exact_dot(b_k, b_A) + exact_dot(b_score, b_w)
             store_rows(p_x + (row * G + j) * K, b_x, o_t, T, H * G * K, o_k, K, BK)
-        b_A -= exact_dot(tl.trans(b_w), b_w)
+        b_A += exact_dot(tl.trans(b_w), b_w)
+
+
+@kernel
+def correct_kernel(
+    p_k, p_u, p_end, p_w, p_mass, p_added, p_x, lambda0, T, length, supers, edges, B, H,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
+    STEP: tl.constexpr, HEAVY: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """Correct gains by their residual, `x += A_t (k - M_t x)`, in the chunks that add much mass.
+
+    There A_t is small along the directions it added and large along others; the gradient needs x relative to either,
+    and the residual tells. Such chunks are few, at the start of a sequence as a rule: a program looks at SHARE
+    chunks, far apart, and sums up M at the start and A at the end of those it finds from the edges of their
+    super-chunk.
+    """
+    i_p, programs = tl.program_id(0), tl.num_programs(0)
+    o_k, o_c, o_n = tl.arange(0, BK), tl.arange(0, C), tl.arange(0, SHARE)
+    o_i = i_p + o_n * programs
+    steps = tl.cdiv(T, STEP)
+    o_step = (o_i // (B * H) * (C // STEP))[:, None] + tl.arange(0, C // STEP)[None, :]
+    p_steps = p_added + (o_i % (B * H)).to(tl.int64)[:, None] * steps + o_step
+    b_added = tl.sum(tl.load(p_steps, mask=o_step < steps, other=0.0), axis=1)
+    for n in range(SHARE):
+        if tl.sum(tl.where(o_n == n, b_added, 0.0), axis=0) > HEAVY:
+            i = i_p + n * programs
+            i_t, i_b, i_h = i // (B * H) * C, i % (B * H) // H, i % H
+            i_s = i_t // length
+            row = i_b.to(tl.int64) * T * H + i_h
+            state = (i_b * H + i_h).to(tl.int64)
+            b_M = load_matrix(p_mass + (state * (supers + 1) + i_s) * K * K, o_k, K, K, o_k, K, 1)
+            b_M += tl.where(o_k[:, None] == o_k[None, :], lambda0, 0.0)
+            for i_x in range(i_s * length, i_t, C):
+                b_u = load_rows(p_u + row * K, i_x + o_c, T, H * K, o_k, K, BK).to(tl.float32)
+                b_M += tl.dot(tl.trans(b_u), b_u, input_precision="tf32x3")
+            b_A = load_matrix(p_end + (state * edges + i_s) * K * K, o_k, K, K, o_k, K, 1)
+            for i_x in range(i_t + C, tl.minimum(i_s * length + length, T), C):
+                b_w = load_rows(p_w + row * K, i_x + o_c, T, H * K, o_k, K, BK)
+                b_A += tl.dot(tl.trans(b_w), b_w, input_precision="tf32x3")
+            o_t = i_t + o_c
+            b_u = load_rows(p_u + row * K, o_t, T, H * K, o_k, K, BK).to(tl.float32)
+            b_w = load_rows(p_w + row * K, o_t, T, H * K, o_k, K, BK)
+            for j in range(G):
+                p_kj, p_xj = p_k + (row * G + j) * K, p_x + (row * G + j) * K
+                b_x = load_rows(p_xj, o_t, T, H * G * K, o_k, K, BK).to(tl.float32)
+                b_r = load_rows(p_kj, o_t, T, H * G * K, o_k, K, BK).to(tl.float32)
+                b_r -= tl.dot(b_x, b_M, input_precision="tf32x3")
+                b_score = tl.dot(b_x, tl.trans(b_u), input_precision="tf32x3")
+                b_r -= tl.dot(tl.where(pair_mask(C, False, False), b_score, 0.0), b_u, input_precision="tf32x3")
+                b_score = tl.dot(b_r, tl.trans(b_w), input_precision="tf32x3")
+                b_x += tl.dot(tl.where(pair_mask(C, True, True), b_score, 0.0), b_w, input_precision="tf32x3")
+                b_x += tl.dot(b_r, b_A, input_precision="tf32x3")
+                store_rows(p_xj, b_x, o_t, T, H * G * K, o_k, K, BK)
 
 
 @kernel

@@ -161,6 +161,13 @@ def test_penalty_gain() -> None:
     check("penalty", penalty_tensors(), lambda0=0.1)
 
 
+def test_gradients_where_the_penalty_adds_much_mass() -> None:
+    """Unit directions over a small lambda0: A shrinks tenfold in a few tokens, and gains need their correction."""
+    tensors = penalty_tensors(T=70, Q=4, H=2)
+    tensors["u"] *= 12**0.5
+    check("penalty", tensors, lambda0=0.1)
+
+
 def test_penalty_gain_from_a_mass_with_grouped_queries() -> None:
     check("penalty", penalty_tensors(T=20, Q=4, H=1, mass=True), lambda0=0.1, age=64)
 
