@@ -29,7 +29,19 @@ from linattn_cli.probe_products import (
     window_products,
 )
 from linattn_cli.probe_source import Subject
-from linattn_cli.probe_states import A, Norms, Recurrence, leaves, memory, select, stack, state_norms_over_time, walk
+from linattn_cli.probe_states import (
+    A,
+    Norms,
+    Recurrence,
+    first_bad_token,
+    leaves,
+    memory,
+    select,
+    stack,
+    state_norms_over_time,
+    walk,
+    with_leaves,
+)
 
 JOINT_STEPS = 128
 """Steps at which the Jacobian of a joint state is measured, evenly spread."""
@@ -99,6 +111,9 @@ def measure(subject: Subject, impl: str) -> Measurement:
     recurrence, exact = subject.recurrence, subject.exact
     if not exact.has_fixed_state():
         return Measurement(subject, reason="none: its cache grows with T")
+    broken = first_bad_token(recurrence.tokens) or first_bad_token(exact.tokens)
+    if broken is not None:
+        return Measurement(subject, f"none: the input {broken[1]} is not finite", Norms({}, broken))
     exact_impl = impl if impl in ("reference", "scan") else "chunk"
     empty = exact.empty()
     first = Step(exact, exact.windows([0], 1), empty, memory(empty))
@@ -127,7 +142,9 @@ def _matrices(exact: Recurrence, impl: str, first: Step) -> tuple[Tensor, float]
     shape = (exact.length, batch, heads, key_dim, key_dim)
     matrices, error = torch.zeros(shape, dtype=torch.float64), 0.0
     for visit in walk(exact, impl):
-        step = Step(exact, visit.tokens, visit.before, first.names)
+        # The step is affine, its Jacobian that at any S: one that overflowed is taken at zero.
+        S = leaves(visit.before)[first.names[0]].nan_to_num(0.0, 0.0, 0.0)
+        step = Step(exact, visit.tokens, with_leaves(visit.before, {first.names[0]: S}), first.names)
         J = build_matrix(step)
         error = max(error, matrix_error(step, J))
         matrices[visit.steps] = J.view(len(visit.steps), *shape[1:]).cpu()
@@ -153,7 +170,7 @@ def _of_matrices(J: Tensor, names: list[str], error: float, subject: Subject) ->
     affordable = int(SVD_FLOPS / (20 * key_dim**3 * J.shape[1] * J.shape[2]))
     chosen = spread(total, max(affordable, 16))
     some = J[chosen].flatten(1, 2)
-    norms, radii = _over_finite(matrix_norm, some), _over_finite(matrix_radius, some)
+    norms, radii = matrix_norm(some), matrix_radius(some)
     found = Jacobians(names, [t + 1 for t in chosen], norms, radii, matrix_products(J), error)
     directions = subject.directions()
     if directions is not None and key_dim > 1:  # the closed form is about a plane and what is orthogonal to it
@@ -162,13 +179,6 @@ def _of_matrices(J: Tensor, names: list[str], error: float, subject: Subject) ->
             found.cosine = (a * k).sum(-1)
             found.closed_error = float((closed_form(found.cosine[chosen]) - norms).abs().max())
     return found
-
-
-def _over_finite(measure_one: Any, matrices: Tensor) -> Tensor:
-    """nan for a matrix that is not finite, which LAPACK would refuse."""
-    finite = matrices.isfinite().all(-1).all(-1)
-    values = measure_one(torch.where(finite[..., None, None], matrices, 0.0))
-    return torch.where(finite, values, torch.nan)
 
 
 def _conditions(exact: Recurrence, impl: str) -> Tensor:

@@ -211,6 +211,12 @@ def state_norms_over_time(recurrence: Recurrence, impl: str) -> Norms:
     return Norms(found, None if first is None else (first[0], first[2]))
 
 
+def first_bad_token(tokens: Mapping[str, Tensor]) -> tuple[int, str] | None:
+    """The first step (from 1) at which an input is not finite, and its name; None where all are."""
+    steps = {name: (~x.isfinite()).transpose(0, 1).flatten(1).any(1) for name, x in tokens.items()}
+    return min(((int(bad.int().argmax()) + 1, name) for name, bad in steps.items() if bad.any()), default=None)
+
+
 def growth_exponent(norm: Tensor) -> float | None:
     """The exponent p of `norm ~ t^p`, by least squares in log-log over the last decade, `t = T/10 ... T`.
 
