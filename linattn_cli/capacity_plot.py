@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,45 +25,77 @@ def save_plot(path: Path, found: Sequence[Row], *, title: str) -> None:
     rows = [row for row in found if row["accuracy_mean"] is not None]
     across = across_of(rows)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained", sharey=True)
-    colours: dict[str, Any] = {}
-    for name, line in _lines(rows, across).items():
+    lines = _lines(rows, across)
+    colours = _colours(lines)
+    for name, line in lines.items():
         line.sort(key=lambda row: row[across] or 0)
-        style: dict[str, Any] = {"color": "black", "linewidth": 2.2} if line[0]["model"] == "softmax" else {}
+        colour, dashes = colours[name]
         places = [row[across] or 0 for row in line]
-        (drawn,) = left.plot(
-            places, [row["accuracy_mean"] for row in line], marker="o", markersize=4, label=name, **style
-        )
-        colours[name] = drawn.get_color()
-        low, high = ([row[f"accuracy_{end}"] for row in line] for end in ("min", "max"))
-        left.fill_between(places, low, high, alpha=0.15, color=colours[name], linewidth=0)
+        means, low, high = ([row[f"accuracy_{which}"] for row in line] for which in ("mean", "min", "max"))
+        left.plot(places, means, marker="o", markersize=4, label=name, color=colour, linestyle=dashes)
+        left.fill_between(places, low, high, alpha=0.15, color=colour, linewidth=0)
+        spread = [[mean - end for mean, end in zip(means, low, strict=True)]]
+        spread.append([end - mean for mean, end in zip(means, high, strict=True)])
+        sizes = [row["state_bytes"] for row in line]
         right.errorbar(
-            [row["state_bytes"] for row in line],
-            [row["accuracy_mean"] for row in line],
-            yerr=[
-                [row["accuracy_mean"] - row["accuracy_min"] for row in line],
-                [row["accuracy_max"] - row["accuracy_mean"] for row in line],
-            ],
-            fmt="o",
+            sizes,
+            means,
+            yerr=spread,
+            marker="o",
             markersize=5,
-            color=colours[name],
+            color=colour,
+            linestyle=dashes,
+            linewidth=0.6,
             capsize=2,
         )
+        for size, mean, place in zip(sizes, means, places, strict=True):
+            right.annotate(
+                str(place), (size, mean), textcoords="offset points", xytext=(4, 3), fontsize=6, color=colour
+            )
     _draw_chance(left, rows, across)
     left.set_xlabel(across)
     left.set_ylabel("held-out accuracy (band: least to largest over seeds)")
-    right.set_xlabel("bytes of state, measured")
-    for axes in (left, right):
-        if all(value > 0 for value in _values(axes)):
-            axes.set_xscale("log", base=2)
-        axes.set_ylim(-0.03, 1.03)
-        axes.grid(True, alpha=0.25)
-    if colours:
+    right.set_xlabel(f"bytes of state, measured (the number at a point is {across})")
+    _scale(left, sorted({row[across] for row in rows if row[across]}))
+    _scale(right, [])
+    if lines:
         left.legend(fontsize=8)
     figure.suptitle(title)
     try:
         figure.savefig(path, dpi=150)
     finally:
         pyplot.close(figure)
+
+
+def _colours(lines: Iterable[str]) -> dict[str, tuple[Any, str]]:
+    """Colour by model, black for softmax; dashes tell the other settings of one model apart."""
+    import itertools
+
+    from matplotlib import colormaps
+
+    palette = itertools.cycle(colormaps["tab10"].colors)
+    dashes = ("-", "--", ":", "-.")
+    colours: dict[str, Any] = {"softmax": "black"}
+    seen: dict[str, int] = defaultdict(int)
+    found = {}
+    for name in lines:
+        model = name.partition(", ")[0]
+        if model not in colours:
+            colours[model] = next(palette)
+        found[name] = colours[model], dashes[seen[model] % len(dashes)]
+        seen[model] += 1
+    return found
+
+
+def _scale(axes: Any, ticks: Sequence[float]) -> None:
+    """Logarithmic to base 2 where that is possible, with the sizes that were run as ticks."""
+    if all(value > 0 for line in axes.get_lines() for value in line.get_xdata()):
+        axes.set_xscale("log", base=2)
+    if ticks:
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.minorticks_off()
+    axes.set_ylim(-0.03, 1.03)
+    axes.grid(True, alpha=0.25)
 
 
 def _lines(rows: Sequence[Row], across: str) -> dict[str, list[Row]]:
@@ -80,7 +112,3 @@ def _draw_chance(axes: Any, rows: Sequence[Row], across: str) -> None:
     if across == "n_pairs" and len(chances) > 1:
         places = sorted(chances)
         axes.plot(places, [chances[n] for n in places], color="grey", linestyle="--", label="chance: 1/n_pairs")
-
-
-def _values(axes: Any) -> list[float]:
-    return [value for line in axes.get_lines() for value in line.get_xdata()]

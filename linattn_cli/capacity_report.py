@@ -47,15 +47,15 @@ def further_settings(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     By name: the value of each cell, by its key.
     """
     flat = {row["key"]: dict(flatten(json.loads(row["config"]))) for row in rows}
-    model = {row["key"]: row["model"] for row in rows}
-    keys = dict.fromkeys(key for settings in flat.values() for key in settings)
+    owners = {name: {row["key"]: row[name] for row in rows} for name in ("model", "task")}
     found: dict[str, dict[str, Any]] = {}
-    for key in keys:
+    for key in dict.fromkeys(key for settings in flat.values() for key in settings):
         if key in NAMED or key in IMMATERIAL or key in _WITHIN or key.startswith("model.options."):
             continue
         values = {cell: settings.get(key) for cell, settings in flat.items()}
-        if len(set(map(str, values.values()))) > 1 and not _decided_by(model, values):
-            short = key.rpartition(".")[2]
+        task = key == "task.name"
+        if not any(_decided_by(owners[name], values) for name in owners if not (task and name == "task")):
+            short = "task" if task else key.rpartition(".")[2]
             found[short if short not in found else key] = values
     return found
 
@@ -176,15 +176,17 @@ def across_of(found: Sequence[Row]) -> str:
 
 
 def further_names(found: Sequence[Row], across: str) -> list[str]:
-    """`model`, and the settings that vary without being decided by what is across."""
-    if not found:
-        return ["model"]
-    columns = {str(index): str(row.get(across)) for index, row in enumerate(found)}
+    """`model`, and the settings that vary without being decided by what is across or named before."""
     names = ["model"]
-    for name in found[0]:
+    for name in found[0] if found else ():
+        if name in ("model", across, *MEASURES):
+            continue
         values = {str(index): str(row.get(name)) for index, row in enumerate(found)}
-        apart = name not in ("model", across, *MEASURES) and len(set(values.values())) > 1
-        if apart and not _decided_by(columns, values):
+        # Not by the model: it must not hide that two models were compared at different sizes.
+        known = {
+            str(index): tuple(str(row.get(other)) for other in (across, *names[1:])) for index, row in enumerate(found)
+        }
+        if not _decided_by(known, values):
             names.append(name)
     return names
 

@@ -22,6 +22,8 @@ def keys_with_comments(name: str) -> dict[str, str]:
     found: dict[str, str] = {}
     path: list[tuple[int, str]] = []
     for line in (FILES / f"{name}.yaml").read_text(encoding="utf-8").splitlines():
+        if path and path[0][1] == "sweep" and line.startswith("    "):
+            continue  # what the lists of a sweep hold
         match = LINE.match(line)
         if match is None:
             assert not line.strip() or line.startswith("#"), line
