@@ -134,13 +134,16 @@ def _verify_dtype(
     further: dict[str, Comparison] | None = None
     for form in forms:
         for name, comparison in _compared(case, inputs, form, reference, dtype, seed):
+            row = row_of(case, form.name, reference.against, dtype, name, sizes)
+            if dtype == torch.float16 and reference.serial[name].max_error is None:
+                yield row | unjudged("not run", "float16 ends at 65,504: the serial recurrence overflows too")
+                continue
             allowed = reference.budget(name, dtype)
             if dtype != torch.float64 and 1 < _share(comparison, allowed) < BEYOND_DOUBT:
                 if further is None:
                     further = _further_errors(case, dtype, sizes, seed, device)
                 more = budget(dtype, further.get(name, reference.serial[name]), gradient=False)
                 allowed = Budget(max(allowed.max_error, more.max_error), max(allowed.rms_ratio, more.rms_ratio))
-            row = row_of(case, form.name, reference.against, dtype, name, sizes)
             yield row | judged(comparison, allowed) | {"condition": reference.condition}
 
 
@@ -179,8 +182,9 @@ def _further_errors(case: Case, dtype: torch.dtype, sizes: Sizes, seed: int, dev
     for other in FURTHER_SEEDS:
         inputs = draw(case, dtype, sizes, seed + other, device)
         for name, error in _reference(case, inputs, dtype, sizes, seed).serial.items():
+            if error.problem:
+                continue
             known = largest.get(name, Comparison(0.0, 0.0))
-            assert None not in (error.max_error, error.rms_ratio, known.max_error, known.rms_ratio)
             largest[name] = Comparison(
                 max(error.max_error or 0.0, known.max_error or 0.0), max(error.rms_ratio or 0.0, known.rms_ratio or 0.0)
             )
