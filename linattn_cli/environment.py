@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 DEVICES = "auto, cpu, cuda or cuda:N"
-DTYPES = ("float32", "bfloat16", "float64")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def package_version(name: str) -> str | None:

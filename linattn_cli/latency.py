@@ -19,8 +19,8 @@ MEMORY_HINT = "lower --seq-lens, --batch, --heads or --d-head"
 
 def make_arms(models: list[str], impls: list[str], setting: Setting, *, with_fla: bool) -> list[Arm]:
     """Softmax, the models by their implementations, and the peers; `CliError` where nothing asked for can run."""
-    peers = peer_arms(setting) if with_fla else []
     ours = arms(models, impls, setting)
+    peers = peer_arms(setting, set(models) - {SOFTMAX}) if with_fla else []
     asked = [arm for arm in ours if arm.model != SOFTMAX]
     if asked and not peers and all(arm.why_not for arm in asked):
         missing = any(arm.impl == "triton" for arm in asked)

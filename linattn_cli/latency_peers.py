@@ -6,6 +6,7 @@ They get ready-made features, as our primitives do: what is compared is a kernel
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -19,17 +20,26 @@ from linattn_cli.output import EXIT_DEVICE, CliError
 
 PEERS = ("fla-linear", "fla-delta", "fla-mesa")
 
+DELTA_RULES = {"deltanet", "decay_delta", "gated_deltanet", "vla", "delta_scan"}
+INVERSES = {"mesa", "rls", "penalty_gain"}
+"""Models whose like among the peers is the delta rule, or mesa; that of all others is linear attention."""
+
 LAMBDA0 = 1.0
 """Ridge of the mesa peer, the default of our `mesa`: its conjugate gradients converge there."""
 
 
-def peer_arms(setting: Setting) -> list[Arm]:
-    """The three peers; `CliError` (exit 3) where the package or a GPU is missing."""
+def peer_arms(setting: Setting, models: Collection[str]) -> list[Arm]:
+    """The peers of these models; `CliError` (exit 3) where the package or a GPU is missing.
+
+    A peer takes up to two minutes to choose its kernels, so none is timed that no model is like.
+    """
     if importlib.util.find_spec("fla") is None:
         raise _missing("flash-linear-attention is not installed", "pip install flash-linear-attention, or leave it out")
     if setting.device.type != "cuda":
         raise _missing("the kernels of flash-linear-attention need a GPU", "leave --with-fla out on the CPU")
-    return [_linear(setting), _delta(setting), _mesa(setting)]
+    groups = (set(models) - DELTA_RULES - INVERSES, DELTA_RULES & set(models), INVERSES & set(models))
+    makers = (_linear, _delta, _mesa)
+    return [make(setting) for make, alike in zip(makers, groups, strict=True) if alike]
 
 
 def _missing(message: str, hint: str) -> CliError:

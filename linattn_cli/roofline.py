@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from linattn_cli.kernels.types import state_dtype
+
 TRAIN_FLOPS = {"softmax": 3.5}
 """Forward and backward over forward: 3 for a recurrence, whose two factors each need a product; softmax
 computes its scores again (5 products after 2)."""
@@ -106,8 +108,12 @@ def count(
 
 
 def measure_roof(device: torch.device, dtype: torch.dtype) -> Roof:
-    """Copy bandwidth and matrix rate of a device in a dtype, the best of several tries."""
-    return Roof(_copied_per_s(device), _multiplied_per_s(device, dtype))
+    """Copy bandwidth and matrix rate of a device in a dtype, the best of several tries.
+
+    The rate is that of the states' dtype where it is higher: a CPU may multiply halves far slower than floats.
+    """
+    rates = {_multiplied_per_s(device, kind) for kind in (dtype, state_dtype(dtype))}
+    return Roof(_copied_per_s(device), max(rates))
 
 
 def _copied_per_s(device: torch.device) -> float:

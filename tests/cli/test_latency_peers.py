@@ -70,6 +70,22 @@ def test_peers_are_called_with_what_their_oracles_compute(monkeypatch, mode):
 
 
 @pytest.mark.parametrize(
+    ("models", "expected"),
+    [
+        (["vla", "deltanet"], ["fla-delta"]),
+        (["hla2"], ["fla-linear"]),
+        (["linear", "penalty_gain", "vla"], ["fla-linear", "fla-delta", "fla-mesa"]),
+    ],
+)
+def test_only_the_peers_of_the_models_asked_for_are_timed(monkeypatch, models, expected):
+    for name in ("_linear", "_delta", "_mesa"):
+        monkeypatch.setattr(latency_peers, name, lambda place, name=name: "fla-" + name[1:])
+    monkeypatch.setattr(latency_peers.importlib.util, "find_spec", lambda name: True)
+    on_gpu = Setting(1, 2, 16, torch.float32, torch.device("cuda"), "forward")
+    assert latency_peers.peer_arms(on_gpu, models) == expected
+
+
+@pytest.mark.parametrize(
     ("problem", "status"), [(AssertionError("does not support float32"), "not run"), (None, "check failed")]
 )
 def test_a_peer_that_fails_has_no_time_and_is_no_fault_of_ours(problem, status):
