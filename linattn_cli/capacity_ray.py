@@ -11,10 +11,11 @@ import logging
 import os
 import signal
 import threading
+import traceback
 from types import TracebackType
 from typing import Any
 
-from linattn_cli.capacity_cell import Work, crashed, work
+from linattn_cli.capacity_cell import Outcome, Work, crashed, work
 from linattn_cli.capacity_workers import Finished
 from linattn_cli.output import EXIT_DEVICE, CliError
 
@@ -54,7 +55,7 @@ class RayPool:
         share = 1 / -(-self.slots // gpus) if wants_gpu else 0
         self._place = "cuda" if wants_gpu else "cpu"
         remote = ray.remote(num_cpus=threads, num_gpus=share, max_retries=0)
-        self._work = remote(work)
+        self._work = remote(_work_or_end)
         self._running: dict[Any, int] = {}
 
     def __enter__(self) -> RayPool:
@@ -80,6 +81,9 @@ class RayPool:
             number = self._running.pop(reference)
             try:
                 found.append((number, self._ray.get(reference)))
+            except self._ray.exceptions.RayTaskError as error:
+                cause = error.cause  # a node without linattn, for instance
+                found.append((number, crashed(f"the Ray task ended with {type(cause).__name__}: {_first_line(cause)}")))
             except self._ray.exceptions.RayError as error:
                 found.append((number, crashed(f"Ray lost the worker: {_first_line(error)}")))
         return found
@@ -105,6 +109,15 @@ class RayPool:
     def _leave(self) -> None:
         with _signals_kept(), contextlib.suppress(Exception):
             self._ray.shutdown()
+
+
+def _work_or_end(job: Work) -> Outcome:
+    """Do a job; where that leaves the process unfit for more, end it, as a worker process here would."""
+    try:
+        return work(job)
+    except BaseException:
+        traceback.print_exc()  # into Ray's log
+        os._exit(1)
 
 
 def _import_ray() -> Any:

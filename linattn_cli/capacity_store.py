@@ -23,7 +23,7 @@ from typing import Any
 from linattn_cli.capacity import Cell
 from linattn_cli.capacity_cell import Outcome
 from linattn_cli.config import RunConfig, dump_recipe
-from linattn_cli.output import CliError
+from linattn_cli.output import CliError, write_stderr
 from linattn_cli.runs import RunFolder, make_numbered, storage_errors, write_atomic
 
 DATABASE = "sweep.sqlite"
@@ -77,6 +77,8 @@ COLUMNS = {
 }
 """Columns of the table `cells`. status: pending, finished, diverged, failed; config: all settings, as JSON;
 run: the run folder, relative to the sweep's."""
+
+LOCK_TIMEOUT_S = 30.0
 
 DONE = ("finished", "diverged")
 """States that a resume leaves alone: both are results, the second that training left the finite numbers."""
@@ -243,11 +245,19 @@ class SweepFolder:
             )
 
     def _write(self, statement: str, rows: list[dict[str, Any]] | None = None) -> None:
-        with database_errors(self.path), self._database:
-            if rows is None:
-                self._database.execute(statement)
-            else:
-                self._database.executemany(statement, rows)
+        while True:
+            try:
+                with database_errors(self.path), self._database:
+                    if rows is None:
+                        self._database.execute(statement)
+                    else:
+                        self._database.executemany(statement, rows)
+                return
+            except CliError as error:
+                if error.kind != "in_use":
+                    raise
+                # A reader that forgot to let go must not cost a sweep of hours.
+                write_stderr(f"warning: {error.message}: waiting; {error.hint}")
 
     def _check(self) -> None:
         with database_errors(self.path):
@@ -283,7 +293,7 @@ class database_errors:
         if "full" in text:
             hint, code, what = "free some space, then continue with --resume", 4, "disk"
         elif "locked" in text:
-            hint, code, what = "close the program that holds it, then continue with --resume", 2, "in_use"
+            hint, code, what = "close the program that reads it", 2, "in_use"
         else:
             hint, code, what = "restore it from a copy, or start again with another --out", 2, "file"
         raise CliError(f"{self.path}: {text}", hint=hint, exit_code=code, kind=what) from error
@@ -327,7 +337,7 @@ def _entry(cell: Cell) -> dict[str, Any]:
 def _open(path: Path) -> sqlite3.Connection:
     with database_errors(path.parent):
         # A reader may hold the file for a while; a rollback journal also works on network file systems.
-        database = sqlite3.connect(path, timeout=60)
+        database = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S)
         database.row_factory = sqlite3.Row
         database.execute("PRAGMA synchronous = FULL")
     return database

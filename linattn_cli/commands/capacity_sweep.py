@@ -55,7 +55,8 @@ def capacity_sweep(
         Path | None,
         typer.Option(
             "--out",
-            help="Folder of the sweep; it must not exist yet. Default: the first free runs/sweep-N.",
+            help="Folder of the sweep; it must not exist yet.",
+            show_default="runs/sweep-N",
             rich_help_panel="Run",
         ),
     ] = None,
@@ -92,7 +93,8 @@ def capacity_sweep(
         typer.Option(
             "--workers",
             min=1,
-            help="Cells at a time. Default: cores over threads; on GPUs at most 8 each.",
+            help="Cells at a time.",
+            show_default="cores over threads; on GPUs at most 8 each",
             rich_help_panel="Compute",
         ),
     ] = None,
@@ -110,7 +112,8 @@ def capacity_sweep(
         typer.Option(
             "--threads",
             min=1,
-            help="CPU threads of a cell; figures depend on it. Default: 1.",
+            help="CPU threads of a cell, which its figures depend on.",
+            show_default="1",
             rich_help_panel="Compute",
         ),
     ] = None,
@@ -157,6 +160,15 @@ def capacity_sweep(
         from linattn_cli import capacity_run
 
         request = capacity_run.Request(
-            recipe, sets, overrides, out, resume, workers, ray, plot, keep_weights=keep_weights, dry_run=dry_run
+            recipe,
+            sets,
+            overrides,
+            out,
+            resume,
+            workers,
+            ray,
+            plot,
+            keep_weights=keep_weights,
+            dry_run=dry_run,
         )
         capacity_run.run(request, doc)

@@ -1,5 +1,8 @@
 """The grid of a sweep: which cells a recipe means, and what is refused before anything runs."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from linattn_cli.capacity import Cell, cells_of, parse_arm
@@ -187,6 +190,13 @@ def test_a_mixer_of_the_users_own_keeps_the_colon_of_its_path():
     from linattn_cli.config import split_arm
 
     assert split_arm("mine.py:Mine:gain=2") == ("mine.py:Mine", ["gain=2"])
+
+
+def test_the_sweep_of_the_readme_is_a_recipe(tmp_path):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```yaml\n(sweep:.*?)```", readme, re.S)
+    (tmp_path / "mine.yaml").write_text(block)
+    assert len(cells_of(load_run_config(str(tmp_path / "mine.yaml")))) == 3 * 2 * 2 + 2 * 2 * 2
 
 
 def test_an_arm_has_the_yaml_types_of_its_settings():

@@ -1,7 +1,9 @@
 """The folder of a sweep: owned by one process, readable with any SQLite tool, never taken over silently."""
 
+import contextlib
 import json
 import sqlite3
+import threading
 
 import pytest
 
@@ -82,6 +84,22 @@ def test_any_sqlite_tool_reads_it_also_while_the_sweep_runs(folder):
 def test_a_row_is_enough_to_run_its_cell(folder):
     for row, cell in zip(folder.rows(), cells_of(CONFIG), strict=True):
         assert cell_of(row) == cell
+
+
+def test_a_reader_that_does_not_let_go_is_waited_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("linattn_cli.capacity_store.LOCK_TIMEOUT_S", 0.1)
+    with SweepFolder.create(tmp_path / "sweep", CONFIG) as folder:
+        folder.add(cells_of(CONFIG))
+        other = sqlite3.connect(folder.path / DATABASE, check_same_thread=False)
+        other.execute("BEGIN EXCLUSIVE")
+        timer = threading.Timer(0.5, other.rollback)
+        timer.start()
+        with contextlib.closing(other):
+            cell = next(iter(cells_of(CONFIG)))
+            folder.record(cell, outcome(), attempts=1, env={})
+            timer.join()
+        assert next(row["status"] for row in folder.rows()) == "finished"
+    assert "database is locked: waiting; close the program that reads it" in capsys.readouterr().err
 
 
 def test_a_second_process_is_refused(folder):

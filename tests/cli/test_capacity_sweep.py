@@ -275,6 +275,8 @@ def test_formats(finished, linattn, tmp_path):
     assert "| model" in out
     assert "| vla:penalty=none |" in out
     assert (tmp_path / "plot.svg").exists()
+    code, out, err = linattn(*again[:-1], "--dry-run")
+    assert (code, "every cell is there already" in err) == (0, True)
     code, out, _ = linattn(*again)
     assert "Held-out accuracy at the best lr, chosen on validation data, by n_pairs" in out
     assert all(len(line) < 250 for line in out.splitlines())
