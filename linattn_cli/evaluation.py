@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from linattn_cli.model import LanguageModel
 from linattn_cli.tasks.types import IGNORE, Task, TaskBatch
 
 EXAMPLES_A_DRAW = 64
@@ -120,10 +121,15 @@ def score(model: nn.Module, batch: TaskBatch, *, device: torch.device, dtype: st
 
 
 def score_tensors(model: nn.Module, inputs: Tensor, index: Tensor, labels: Tensor, *, dtype: str) -> Scored:
-    """`score` of tensors that are on the device: inputs `[B, T]`, index and labels `[N]`."""
+    """`score` of tensors that are on the device: inputs `[B, T]`, index and labels `[N]`.
+
+    model  maps tokens to logits of every position; a `LanguageModel` computes those of the scored ones alone
+    """
     with precision(inputs.device, dtype):
-        logits = model(inputs)
-    picked = logits.flatten(0, 1).index_select(0, index)
+        if isinstance(model, LanguageModel):
+            picked = model(inputs, at=index)
+        else:
+            picked = model(inputs).flatten(0, 1).index_select(0, index)
     # The loss is never taken in half precision.
     return Scored(picked if picked.dtype == torch.float64 else picked.float(), labels)
 

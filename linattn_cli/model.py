@@ -90,10 +90,12 @@ class LanguageModel(nn.Module):
         state: ModelState | None = None,
         return_state: bool = False,
         padding_mask: Tensor | None = None,
+        at: Tensor | None = None,
     ) -> Any:
         """Logits `[B, T, vocabulary]`; with `return_state`, also the state that continues the sequences.
 
-        padding_mask `[B, T]`, bool, true at real tokens. Raises `ValueError` past the last learned position.
+        padding_mask `[B, T]`, bool, true at real tokens. at `[N]`, indices into `B * T`: logits `[N, vocabulary]` of
+        those positions only, which spares the head all others. Raises `ValueError` past the last learned position.
         """
         seen = state.tokens if state is not None else tokens_BT.new_zeros(tokens_BT.shape[0])
         x = self.embedding(tokens_BT)
@@ -104,6 +106,8 @@ class LanguageModel(nn.Module):
             before = None if state is None else state.layers[index]
             x, after = block(x, before, return_state, padding_mask)
             states.append(after)
+        if at is not None:
+            x = x.flatten(0, 1).index_select(0, at)
         logits = self.head(self.norm(x))
         if not return_state:
             return logits
