@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from linattn_cli.config import RunConfig, load_run_config
-from linattn_cli.evaluation import evaluate
+from linattn_cli.evaluation import evaluate, score_tensors
 from linattn_cli.heldout import grid
+from linattn_cli.model import build_model
 from linattn_cli.output import CliError
 from linattn_cli.tasks import make_task
 
@@ -130,3 +131,13 @@ def test_the_grid_refuses_what_cannot_be():
     copy = load_run_config(sets=["task.name=copy"])
     with pytest.raises(CliError, match="belong to mqar; this run was trained on copy"):
         grid(copy, n_pairs=[4])
+
+
+def test_a_language_model_computes_the_logits_that_are_asked_for_and_no_others():
+    config = load_run_config("demo").model
+    model = build_model(config, vocab_size=16, seq_len=8)
+    tokens = torch.arange(16).view(2, 8)
+    at = torch.tensor([3, 9, 15])
+    torch.testing.assert_close(model(tokens, at=at), model(tokens).flatten(0, 1)[at])
+    scored = score_tensors(model, tokens, at, at, dtype="float32")
+    assert scored.logits.shape == (3, 16)
