@@ -128,7 +128,7 @@ class Job:
 
 
 def _jobs(request: Request) -> list[Job]:
-    common = {"model.impl": request.impl, "train.dtype": request.dtype}
+    common: dict[str, Any] = {"model.impl": request.impl, "train.dtype": request.dtype}
     if request.runs:
         jobs = []
         for path in request.runs:
@@ -201,7 +201,7 @@ def _described(request: Request, jobs: list[Job]) -> dict[str, Any]:
     }
 
 
-def _title(request: Request, dtypes: list[str]) -> str:
+def _title(request: Request, dtypes: Sequence[str]) -> str:
     what = ", ".join(str(path) for path in request.runs) or request.source or OPERATOR
     return f"{what}, {', '.join(dtypes)}"
 

@@ -98,7 +98,7 @@ def operator_subject(
     def directions() -> tuple[Tensor, Tensor] | None:
         if mixer.name != "vla":
             return None
-        chosen = {key: settings[key] for key in ("lambda0", "penalty", "normalise_gate", "feature_map")}
+        chosen: dict[str, Any] = {key: settings[key] for key in ("lambda0", "penalty", "normalise_gate", "feature_map")}
         key, write, _ = vla_directions(exact["k"], exact.get("u"), exact.get("beta"), **chosen, impl="chunk")
         return write, key
 
@@ -194,8 +194,9 @@ def layer_subjects(
     model.to(device=device, dtype=torch.float64 if dtype == "float64" else None).eval()
     model.set_impl(config.model.impl)
     inputs: dict[int, Tensor] = {}
-    layers = [block.mixer for block in model.blocks]
-    if not all(isinstance(layer, Mixer) for layer in layers):
+    mixers: list[Any] = [block.mixer for block in model.blocks]
+    layers = [mixer for mixer in mixers if isinstance(mixer, Mixer)]
+    if len(layers) < len(mixers):
         raise CliError(
             f"{short_name(config.model.name)} is no subclass of Mixer, and what it carries is not known",
             hint="probe-norm follows `mix` of a linattn_cli.layers.Mixer; derive the class from it",
