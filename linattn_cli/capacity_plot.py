@@ -71,9 +71,9 @@ def _colours(lines: Iterable[str]) -> dict[str, tuple[Any, str]]:
     """Colour by model, black for softmax; dashes tell the other settings of one model apart."""
     import itertools
 
-    from matplotlib import colormaps
+    from matplotlib import color_sequences
 
-    palette = itertools.cycle(colormaps["tab10"].colors)
+    palette = itertools.cycle(color_sequences["tab10"])
     dashes = ("-", "--", ":", "-.")
     colours: dict[str, Any] = {"softmax": "black"}
     seen: dict[str, int] = defaultdict(int)

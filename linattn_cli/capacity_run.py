@@ -144,7 +144,7 @@ def _run_missing(folder: SweepFolder, config: RunConfig, device: torch.device, r
     for cell in missing:
         folder.begin(cell)
     told = _teller(missing)
-    with doc.progress(total, "cells") as bar:
+    with doc.progress(total, "cells", work=sum(cell.tokens for cell in missing)) as bar:
         bar.log(f"sweep folder {folder.path}: {len(missing)} of {total} cells to run")
         bar.skip(total - len(missing))
         try:
@@ -157,7 +157,7 @@ def _run_missing(folder: SweepFolder, config: RunConfig, device: torch.device, r
                     if row["status"] != "finished":
                         bar.log(f"{row['status']}: {cell.label}: {row['error']}")
                     reached = row["accuracy"] if row["status"] == "finished" else row["status"]
-                    bar.update(1, last=f"{told(cell)}: {shown(reached)}")
+                    bar.update(1, worked=cell.tokens, last=f"{told(cell)}: {shown(reached)}")
         except KeyboardInterrupt as error:
             _report(folder, config, doc, request)
             left = len(folder.missing())

@@ -100,7 +100,7 @@ class LocalPool:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            pipes = {worker.pipe: worker for worker in self._workers}
+            pipes: dict[Any, _Worker] = {worker.pipe: worker for worker in self._workers}
             ready = wait_for_any(list(pipes), left)
             found = [outcome for pipe in ready for outcome in self._hear(pipes[pipe])]
             if found or (deadline is not None and time.monotonic() >= deadline):

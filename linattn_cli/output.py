@@ -139,11 +139,14 @@ class Document:
             "error": self.error,
         }
 
-    def progress(self, total: int, label: str, *, every: int | None = None) -> Any:
-        """A progress bar at a terminal, a plain line per `every` steps (default: per 10 s) elsewhere."""
+    def progress(self, total: int, label: str, *, every: int | None = None, work: float | None = None) -> Any:
+        """A progress bar at a terminal, a plain line per `every` steps (default: per 10 s) elsewhere.
+
+        work  all that is to be done, in any unit, where steps differ in length
+        """
         from linattn_cli.progress import Progress
 
-        return Progress(total, label, every=every, quiet=self.quiet)
+        return Progress(total, label, every=every, quiet=self.quiet, work=work)
 
 
 def write_stderr(line: str) -> None:

@@ -15,12 +15,24 @@ class Progress:
     """`with Progress(total, "train", every=50) as bar: bar.update(1, loss=2.5)`.
 
     every  steps between plain lines; None prints one per 10 seconds
+    work   all that is to be done, in any unit, where steps differ in length; the time left is judged by it
     """
 
     seconds_between_lines = 10.0
 
-    def __init__(self, total: int, label: str, *, every: int | None = None, quiet: bool = False, done: int = 0) -> None:
+    def __init__(
+        self,
+        total: int,
+        label: str,
+        *,
+        every: int | None = None,
+        quiet: bool = False,
+        done: int = 0,
+        work: float | None = None,
+    ) -> None:
         self.total = total
+        self.work = work
+        self.worked = 0.0
         self.label = label
         self.every = every
         self.quiet = quiet
@@ -33,9 +45,7 @@ class Progress:
     def __enter__(self) -> Progress:
         self._started = self._last_line = time.monotonic()
         if not self.quiet and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(
+            self._bar = _bar_class(self)(
                 total=self.total,
                 initial=self.done,
                 desc=self.label,
@@ -59,9 +69,10 @@ class Progress:
             self._bar.n += steps
             self._bar.refresh()
 
-    def update(self, steps: int = 1, **values: Any) -> None:
-        """Advance by `steps`; `values` (loss, accuracy, ...) are shown until replaced."""
+    def update(self, steps: int = 1, *, worked: float = 0.0, **values: Any) -> None:
+        """Advance by `steps`, which were `worked` of the work; `values` (loss, ...) are shown until replaced."""
         previous = self.done
+        self.worked += worked
         self.done += steps
         self._values.update(values)
         if self.quiet:
@@ -97,5 +108,28 @@ class Progress:
         elapsed = max(time.monotonic() - self._started, 1e-9)
         rate = (self.done - self._first) / elapsed
         shown = f", {self._shown()}" if self._values else ""
-        left = (self.total - self.done) / rate if rate > 0 else 0.0
-        return f"{self.label} {self.done}/{self.total}{shown}, {rate:.3g}/s, {left:.0f} s left"
+        return f"{self.label} {self.done}/{self.total}{shown}, {rate:.3g}/s, {self.left_s():.0f} s left"
+
+    def left_s(self) -> float:
+        """Seconds until the end, if it goes on as it did."""
+        elapsed = max(time.monotonic() - self._started, 1e-9)
+        if self.work is not None:
+            return elapsed * (self.work - self.worked) / self.worked if self.worked > 0 else 0.0
+        rate = (self.done - self._first) / elapsed
+        return (self.total - self.done) / rate if rate > 0 else 0.0
+
+
+def _bar_class(progress: Progress) -> Any:
+    """tqdm, with the time left from the work done where that is known."""
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        @property
+        def format_dict(self) -> dict[str, Any]:
+            shown = super().format_dict
+            left = progress.left_s()
+            if progress.work is not None and left > 0:
+                shown["rate"] = (progress.total - progress.done) / left  # tqdm divides by it again
+            return shown
+
+    return Bar
