@@ -178,7 +178,9 @@ def tables(command: str, rows: list[Row], summary: Row) -> str:
         parts.append(table(title, some, [str(n) for n in lengths]))
     states = [line for found in rows for line in _states(found)]
     columns = ["tensor", "norm_at_T", "norm_max", "growth_exponent", "first_nonfinite"]
-    parts.append(table("Frobenius norm of the state, mean over heads", states, columns))
+    parts.append(
+        table("Frobenius norm of the state: mean over heads at T, largest of any head and time", states, columns)
+    )
     if summary:
         parts.append(render(Document(command, summary=summary)))
     return "\n".join(part for part in parts if part)
