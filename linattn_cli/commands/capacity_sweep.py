@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from linattn_cli import output
+from linattn_cli import completions, output
 from linattn_cli.options import (
     BatchSizeOption,
     DebugOption,
@@ -41,6 +41,8 @@ def capacity_sweep(
         typer.Option(
             "--models",
             help="Mixers, comma-separated, or all; options of one behind colons: vla,vla:penalty=none.",
+            show_default="sweep.variants, else model.name",
+            autocompletion=completions.complete_models,
             rich_help_panel="Grid",
         ),
     ] = None,
