@@ -7,7 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,7 @@ class Request:
     plot: Path | None = None
     keep_weights: bool = False
     dry_run: bool = False
+    report: bool = False
 
 
 def run(request: Request, doc: Document) -> None:
@@ -56,6 +57,9 @@ def run(request: Request, doc: Document) -> None:
         check_plot_path(request.plot)
     if request.resume and request.out is None:
         raise CliError("--resume needs the folder of the sweep", hint="add --out FOLDER")
+    if request.report:
+        _report_only(request, doc)
+        return
     with contextlib.ExitStack() as stack:
         folder = None
         if request.resume:
@@ -74,6 +78,18 @@ def run(request: Request, doc: Document) -> None:
         _report(folder, config, doc, request)
     doc.note(f"saved in {folder.path}: every cell in sweep.sqlite, table cells")
     doc.note(f"next: more seeds with {resume_command(folder.path)} --seeds 0,1,2; any SQLite tool reads it")
+
+
+def _report_only(request: Request, doc: Document) -> None:
+    """Report what there is of a sweep, also while another process runs it."""
+    if request.out is None:
+        raise CliError("--report needs the folder of the sweep", hint="add --out FOLDER")
+    with SweepFolder.look(request.out) as folder:
+        config = _load(replace(request, resume=True))
+        doc.config = config
+        _report(folder, config, doc, request)
+        if missing := len(folder.missing()):
+            doc.note(f"{missing} of {len(folder.rows())} cells are still to run: {resume_command(folder.path)}")
 
 
 def _load(request: Request) -> RunConfig:

@@ -94,7 +94,7 @@ class SweepFolder:
     another process; exit 4 when the disk is full.
     """
 
-    def __init__(self, path: Path, lock: RunFolder, database: sqlite3.Connection) -> None:
+    def __init__(self, path: Path, lock: RunFolder | None, database: sqlite3.Connection) -> None:
         self.path = path
         self._lock = lock
         self._database = database
@@ -133,15 +133,17 @@ class SweepFolder:
         return folder
 
     @classmethod
+    def look(cls, path: Path) -> SweepFolder:
+        """Read a sweep without owning it, so also one that runs."""
+        _require_sweep(path)
+        folder = cls(path, None, _open(path / DATABASE))
+        folder._check()
+        return folder
+
+    @classmethod
     def resume(cls, path: Path) -> SweepFolder:
         """Take over the folder of an earlier sweep."""
-        if not (path / DATABASE).is_file():
-            what = "has no sweep" if path.is_dir() else "does not exist"
-            raise CliError(
-                f"{path} {what}: there is no {DATABASE}",
-                hint="--resume continues what `linattn capacity-sweep` began; leave it out to begin",
-                kind="run_folder",
-            )
+        _require_sweep(path)
         lock = RunFolder(path)
         lock.acquire()
         try:
@@ -161,7 +163,8 @@ class SweepFolder:
     def close(self) -> None:
         """Give the folder back."""
         self._database.close()
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def add(self, cells: Iterable[Cell]) -> list[Cell]:
         """Enter cells as pending, and return those that were not there yet."""
@@ -297,6 +300,16 @@ class database_errors:
         else:
             hint, code, what = "restore it from a copy, or start again with another --out", 2, "file"
         raise CliError(f"{self.path}: {text}", hint=hint, exit_code=code, kind=what) from error
+
+
+def _require_sweep(path: Path) -> None:
+    if not (path / DATABASE).is_file():
+        what = "has no sweep" if path.is_dir() else "does not exist"
+        raise CliError(
+            f"{path} {what}: there is no {DATABASE}",
+            hint="`linattn capacity-sweep --out FOLDER` without --resume and --report begins one",
+            kind="run_folder",
+        )
 
 
 def resume_command(path: Path) -> str:

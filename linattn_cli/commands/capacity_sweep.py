@@ -76,6 +76,14 @@ def capacity_sweep(
             "--dry-run", help="Only list the cells, and estimate the time from a probe.", rich_help_panel="Run"
         ),
     ] = False,
+    report: Annotated[
+        bool,
+        typer.Option(
+            "--report",
+            help="Only report what is in --out, also while another process runs it.",
+            rich_help_panel="Run",
+        ),
+    ] = False,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -172,5 +180,6 @@ def capacity_sweep(
             plot,
             keep_weights=keep_weights,
             dry_run=dry_run,
+            report=report,
         )
         capacity_run.run(request, doc)

@@ -220,8 +220,12 @@ def test_a_killed_worker_costs_its_cell_a_retry(tmp_path):
 @pytest.mark.slow
 def test_two_processes_on_one_folder(tmp_path):
     out = tmp_path / "sweep"
-    process = start(*BASE, *GRID, "--steps", 2000, "--workers", 1, "--out", out)
-    wait_until(lambda: (out / "sweep.sqlite").exists(), process)
+    process = start(*BASE, *GRID, "--steps", 300, "--workers", 1, "--out", out)
+    wait_until(lambda: done(out) >= 1, process)
+    code, text, err = sweep("--report", "--out", out, "--json")
+    assert code == 0, err
+    assert 1 <= json.loads(text)["summary"]["finished"] < 16, "a report may be had while it runs"
+    assert "cells are still to run: linattn capacity-sweep --resume" in err
     for words in (["--resume"], [*BASE, *GRID]):
         code, _, err = sweep(*words, "--out", out)
         assert code == 2
@@ -275,6 +279,8 @@ def test_formats(finished, linattn, tmp_path):
     assert "| model" in out
     assert "| vla:penalty=none |" in out
     assert (tmp_path / "plot.svg").exists()
+    code, out, _ = linattn("capacity-sweep", "--report", "--out", path, "--json", "--quiet")
+    assert (code, json.loads(out)["summary"]) == (0, document["summary"])
     code, out, err = linattn(*again[:-1], "--dry-run")
     assert (code, "every cell is there already" in err) == (0, True)
     code, out, _ = linattn(*again)
@@ -353,6 +359,8 @@ def test_a_real_ray_with_two_workers_gives_the_same_table(finished, tmp_path):
         (["--lrs", "-1"], 2, "input should be greater than 0"),
         (["--resume"], 2, "--resume needs the folder of the sweep"),
         (["--resume", "--out", "/nowhere"], 2, "/nowhere does not exist"),
+        (["--report"], 2, "--report needs the folder of the sweep"),
+        (["--report", "--out", "/nowhere"], 2, "/nowhere does not exist"),
         (["--plot", "plot.txt"], 2, "--plot must end in .png or .svg"),
         (["--workers", "0"], 2, "--workers"),
         (["--device", "cuda"], 3, "cuda"),
