@@ -139,10 +139,10 @@ def _plan(k: Tensor):
     return blocks, split_time(T, blocks.C, B * H, k.device, per_unit=4)
 
 
-def _edges(x: Tensor, weight: Tensor | None, initial: Tensor | None, like: Tensor, *, reverse: bool):
+def edge_sums(x: Tensor, weight: Tensor | None, initial: Tensor | None, heads: int, blocks, split, *, reverse: bool):
     """Running (weighted) sums of x at the edges of the super-chunks, `[B, H, N, K]`, and the last, `[B, H, K]`."""
-    B, T, H, K = like.shape
-    blocks, (chunks, length, supers) = _plan(like)
+    (B, T, _, K), H = x.shape, heads
+    chunks, length, supers = split
     sums = torch.empty(B, H, supers, K, dtype=torch.float32, device=x.device)
     starts, last = torch.empty_like(sums), torch.empty(B, H, K, dtype=torch.float32, device=x.device)
     launch(
@@ -169,7 +169,7 @@ def _ratio_readout(o, q, k, z, floor):
     B, T, H, K = k.shape
     Q, V = o.shape[2:]
     blocks, (chunks, length, supers) = _plan(k)
-    starts, last = _edges(k, None, z, k, reverse=False)
+    starts, last = edge_sums(k, None, z, H, blocks, (chunks, length, supers), reverse=False)
     y, den = torch.empty_like(o), torch.empty(B, T, Q, dtype=torch.float32, device=o.device)
     launch(
         _ratio_kernel, (supers * B * Q,),
@@ -189,6 +189,20 @@ def _(o, q, k, z, floor):
     return y, den, torch.empty(B, H, K, **options), torch.empty(B, H, supers, K, **options)
 
 
+def quotient_gradient(y: Tensor, den: Tensor, d_y: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """Of `y = o / max(den, floor)`, contiguous: the gradients of o and of den."""
+    d_o, d_den = torch.empty_like(y), torch.empty_like(den)
+    V = y.shape[-1]
+    BV = power_of_two_above(V)
+    BR = max(1, 4096 // BV)
+    launch(
+        _quotient_gradient_kernel, (ceil_div(den.numel(), BR),),
+        y, den, d_y, d_o, d_den, den.numel(), floor,
+        V=V, BV=BV, BR=BR, num_warps=4,
+    )  # fmt: skip
+    return d_o, d_den
+
+
 @torch.library.custom_op(
     "linattn::ratio_readout_backward",
     mutates_args=(),
@@ -198,17 +212,10 @@ def _(o, q, k, z, floor):
 def _ratio_readout_backward(d_y, d_last, y, q, k, den, starts, floor):
     d_y, q, k = d_y.contiguous(), q.contiguous(), k.contiguous()
     B, T, H, K = k.shape
-    Q, V = y.shape[2:]
+    Q = y.shape[2]
     blocks, (chunks, length, supers) = _plan(k)
-    d_o, d_den = torch.empty_like(y), torch.empty_like(den)
-    BV = power_of_two_above(V)
-    BR = max(1, 4096 // BV)
-    launch(
-        _quotient_gradient_kernel, (ceil_div(B * T * Q, BR),),
-        y, den, d_y, d_o, d_den, B * T * Q, floor,
-        V=V, BV=BV, BR=BR, num_warps=4,
-    )  # fmt: skip
-    d_starts, d_z = _edges(q, d_den, d_last, k, reverse=True)
+    d_o, d_den = quotient_gradient(y, den, d_y, floor)
+    d_starts, d_z = edge_sums(q, d_den, d_last, H, blocks, (chunks, length, supers), reverse=True)
     d_q, d_k = torch.empty_like(q), torch.empty_like(k)
     for x, edges, d_x, reverse in ((k, starts, d_q, False), (q, d_starts, d_k, True)):
         launch(

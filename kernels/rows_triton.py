@@ -34,7 +34,8 @@ def feature(b_x, MAP: tl.constexpr):
 
 
 @triton.jit
-def _feature_slope(b_x, MAP: tl.constexpr):
+def feature_slope(b_x, MAP: tl.constexpr):
+    """The derivative of that feature map, float32."""
     if MAP == "elu1":
         return tl.where(b_x > 0, 1.0, tl.exp(tl.minimum(b_x, 0.0)))
     if MAP == "silu":
@@ -53,12 +54,18 @@ def _rows(rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
 
 @kernel
 def _features_kernel(
-    p_x, p_y, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr
-):
+    p_x, p_y, p_norm, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
+    MAP: tl.constexpr, UNIT: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """`f(x)`, over its norm if UNIT; the norm is written too if NORM."""
     o_x, keep = _rows(rows, D, BD, BR)
     b_y = tl.where(keep, feature(tl.load(p_x + o_x, mask=keep, other=0.0).to(tl.float32), MAP), 0.0)
     if UNIT:
-        b_y /= tl.maximum(tl.sqrt(tl.sum(b_y * b_y, axis=1)), UNIT_EPS)[:, None]
+        b_norm = tl.sqrt(tl.sum(b_y * b_y, axis=1))
+        b_y /= tl.maximum(b_norm, UNIT_EPS)[:, None]
+        if NORM:
+            o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+            tl.store(p_norm + o_r, b_norm, mask=o_r < rows)
     tl.store(p_y + o_x, b_y.to(p_y.dtype.element_ty), mask=keep)
 
 
@@ -75,7 +82,20 @@ def _features_backward_kernel(
         b_y /= tl.maximum(b_norm, UNIT_EPS)[:, None]
         b_along = tl.where(b_norm > UNIT_EPS, tl.sum(b_y * b_d, axis=1), 0.0)
         b_d = (b_d - b_y * b_along[:, None]) / tl.maximum(b_norm, UNIT_EPS)[:, None]
-    tl.store(p_dx + o_x, (b_d * _feature_slope(b_x, MAP)).to(p_dx.dtype.element_ty), mask=keep)
+    tl.store(p_dx + o_x, (b_d * feature_slope(b_x, MAP)).to(p_dx.dtype.element_ty), mask=keep)
+
+
+@kernel
+def _gate_gradient_kernel(p_a, p_da, p_norm, p_x, p_dx, rows, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
+    o_x, keep = _rows(rows, D, BD, BR)
+    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    b_a = tl.load(p_a + o_x, mask=keep, other=0.0).to(tl.float32)
+    b_d = tl.load(p_da + o_x, mask=keep, other=0.0).to(tl.float32)
+    b_norm = tl.load(p_norm + o_r, mask=o_r < rows, other=0.0)
+    b_along = tl.where(b_norm > UNIT_EPS, tl.sum(b_a * b_d, axis=1), 0.0)
+    b_d = (b_d - b_a * b_along[:, None]) / tl.maximum(b_norm, UNIT_EPS)[:, None]
+    tl.store(p_x + o_x, (b_a * b_norm[:, None]).to(p_x.dtype.element_ty), mask=keep)
+    tl.store(p_dx + o_x, b_d.to(p_dx.dtype.element_ty), mask=keep)
 
 
 def _launch(function: Any, *tensors: Tensor, **options: Any) -> None:
@@ -93,7 +113,7 @@ def _launch(function: Any, *tensors: Tensor, **options: Any) -> None:
 def _features(x, feature_map, unit):
     x = x.contiguous()
     y = torch.empty_like(x)
-    _launch(_features_kernel, x, y, MAP=feature_map, UNIT=unit)
+    _launch(_features_kernel, x, y, y, MAP=feature_map, UNIT=unit, NORM=False)
     return y
 
 
@@ -129,6 +149,20 @@ def _features_gradient(ctx: Any, d_y):
 
 
 _features.register_autograd(_features_gradient, setup_context=_features_setup)
+
+
+def unit_features(x: Tensor, feature_map: str) -> tuple[Tensor, Tensor]:
+    """`f(x) / |f(x)|` and `|f(x)|` in float32, of a contiguous x; has no gradient."""
+    y, norm = torch.empty_like(x), torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    _launch(_features_kernel, x, y, norm, MAP=feature_map, UNIT=True, NORM=True)
+    return y, norm
+
+
+def gate_gradient(a: Tensor, norm: Tensor, d_a: Tensor) -> tuple[Tensor, Tensor]:
+    """Of `a = x / |x|` and `norm = |x|`: x again, and its gradient from that of a."""
+    x, d_x = torch.empty_like(a), torch.empty_like(a)
+    _launch(_gate_gradient_kernel, a, d_a, norm, x, d_x)
+    return x, d_x
 
 
 def features_triton(x: Tensor, feature_map: str = "identity", *, unit: bool = False) -> Tensor:

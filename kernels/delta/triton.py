@@ -9,7 +9,7 @@ and one K x K transition a super-chunk.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,8 @@ from linattn_cli.kernels.triton_common import (
 )
 
 
-def _plan(p: Tensor, V: int, chunk: int) -> tuple[Blocks, tuple[int, int, int]]:
+def plan(p: Tensor, V: int, chunk: int) -> tuple[Blocks, tuple[int, int, int]]:
+    """Block sizes, and chunks, chunks a super-chunk and super-chunks, of a scan with reads p and V values."""
     B, T, H, K = p.shape
     blocks = choose_blocks(K, V, p.dtype, chunk or None, widest=128 if p.dtype == torch.bfloat16 else 64)
     return blocks, split_time(T, blocks.C, B * H * ceil_div(V, blocks.BV), p.device)
@@ -72,59 +73,99 @@ def _only_edge(like: Tensor, V: int, initial: Tensor | None) -> Tensor:
     return initial.unsqueeze(2).clone()
 
 
-@torch.library.custom_op(
-    "linattn::delta_scan",
-    mutates_args=(),
-    schema="(Tensor q, Tensor p, Tensor a, Tensor v, Tensor? log_decay, Tensor? initial_state, bool reverse, "
-    "int chunk, bool save, bool keep_residual) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _delta_scan(q, p, a, v, log_decay, initial_state, reverse, chunk, save, keep_residual):
-    q, p, a, v = q.contiguous(), p.contiguous(), a.contiguous(), v.contiguous()
+class Prepared(NamedTuple):
+    """What the walk that writes the outputs needs; w and u give the residual, `R = U - W S`.
+
+    w           [B, T, H, K]     (I + N)^-1 P'
+    u           [B, T, H, V]     (I + N)^-1 V
+    inverse     [B, T, H, C]     (I + N)^-1 of every chunk, empty unless saved
+    starts      [B, H, N, K, V]  the state that enters every super-chunk
+    transition  [B, H, N, K, K]  F of every super-chunk, empty where there is one
+    """
+
+    w: Tensor
+    u: Tensor
+    inverse: Tensor
+    starts: Tensor
+    transition: Tensor
+
+
+def prepare_scan(p, a, v, log_decay, initial_state, *, reverse: bool, chunk: int, save: bool) -> Prepared:
+    """Chunk inverses, the affine maps of the super-chunks, and their chain; every tensor is contiguous."""
     B, T, H, K = p.shape
-    Q, V = q.shape[2], v.shape[3]
-    blocks, (chunks, length, supers) = _plan(p, V, chunk)
-    decay = p if log_decay is None else log_decay.contiguous()
-    initial = None if initial_state is None else initial_state.contiguous()
+    V = v.shape[3]
+    blocks, (chunks, length, supers) = plan(p, V, chunk)
+    decay = p if log_decay is None else log_decay
     store = torch.bfloat16 if p.dtype == torch.bfloat16 else torch.float32
     w = torch.empty(B, T, H, K, dtype=store, device=p.device)
     u = torch.empty(B, T, H, V, dtype=store, device=p.device)
-    o, residual, final, inverse, starts, transition = _outputs(q, p, v, chunk, save, keep_residual)
+    inverse, starts, transition = unfilled_saved(p, V, chunk, save)
     shared = _sizes(K, V, blocks) | {"DECAY": log_decay is not None, "REVERSE": reverse}
     launch(
         prepare_kernel, (chunks * B * H,),
         p, a, v, decay, w, u, inverse, T, chunks, B, H,
         LEVELS=blocks.C.bit_length() - 1, SAVE=save, **shared,
     )  # fmt: skip
-    columns = ceil_div(V, blocks.BV)
     if supers > 1:
         offset = torch.empty_like(starts)
         launch(
-            map_kernel, (supers * B * H, columns + ceil_div(K, blocks.BV)),
+            map_kernel, (supers * B * H, ceil_div(V, blocks.BV) + ceil_div(K, blocks.BV)),
             a, w, u, decay, transition, offset, T, chunks, length, B, H,
             **shared,
         )  # fmt: skip
-        starts = _edges(transition, offset, initial, reverse=reverse, transposed=False)
+        starts = _edges(transition, offset, initial_state, reverse=reverse, transposed=False)
     else:
-        starts = _only_edge(p, V, initial)
+        starts = _only_edge(p, V, initial_state)
+    return Prepared(w, u, inverse, starts, transition)
+
+
+def _delta_forward(q, p, a, v, log_decay, initial_state, reverse, chunk, save, keep_residual):
+    q, p, a, v = q.contiguous(), p.contiguous(), a.contiguous(), v.contiguous()
+    B, T, H, K = p.shape
+    Q, V = q.shape[2], v.shape[3]
+    blocks, (chunks, length, supers) = plan(p, V, chunk)
+    log_decay = None if log_decay is None else log_decay.contiguous()
+    initial = None if initial_state is None else initial_state.contiguous()
+    w, u, inverse, starts, transition = prepare_scan(
+        p, a, v, log_decay, initial, reverse=reverse, chunk=chunk, save=save
+    )
+    o, residual, final = unfilled_outputs(q, p, v, keep_residual)
     launch(
-        output_kernel, (supers * B * H, columns),
-        q, a, w, u, decay, starts, o, residual, final, T, chunks, length, B, H,
-        G=Q // H, KEEP=keep_residual, **shared,
+        output_kernel, (supers * B * H, ceil_div(V, blocks.BV)),
+        q, a, w, u, p if log_decay is None else log_decay, starts, o, residual, final, T, chunks, length, B, H,
+        G=Q // H, KEEP=keep_residual, DECAY=log_decay is not None, REVERSE=reverse, **_sizes(K, V, blocks),
     )  # fmt: skip
     return o, final, residual, inverse, starts, transition
 
 
-def _outputs(q, p, v, chunk, save, keep_residual):
-    """Unfilled outputs: o, residual, final state, chunk inverses, edge states, transitions."""
+_delta_scan = torch.library.custom_op(
+    "linattn::delta_scan",
+    _delta_forward,
+    mutates_args=(),
+    schema="(Tensor q, Tensor p, Tensor a, Tensor v, Tensor? log_decay, Tensor? initial_state, bool reverse, "
+    "int chunk, bool save, bool keep_residual) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+def unfilled_outputs(q, p, v, keep_residual):
+    """Unfilled outputs: o, residual, final state."""
     B, T, H, K = p.shape
     V = v.shape[3]
-    blocks, (_, _, supers) = _plan(p, V, chunk)
-    store = torch.bfloat16 if p.dtype == torch.bfloat16 else torch.float32
     options = {"dtype": torch.float32, "device": p.device}
     return (
         torch.empty(B, T, q.shape[2], V, dtype=v.dtype, device=p.device),
         torch.empty(B, T if keep_residual else 0, H, V, **options),
         torch.empty(B, H, K, V, **options),
+    )
+
+
+def unfilled_saved(p, V, chunk, save):
+    """Unfilled: chunk inverses, edge states, transitions."""
+    B, T, H, K = p.shape
+    blocks, (_, _, supers) = plan(p, V, chunk)
+    store = torch.bfloat16 if p.dtype == torch.bfloat16 else torch.float32
+    options = {"dtype": torch.float32, "device": p.device}
+    return (
         torch.empty(B, T, H, blocks.C if save else 0, dtype=store, device=p.device),
         torch.empty(B, H, supers, K, V, **options),
         torch.empty(B, H, supers if supers > 1 else 0, K, K, **options),
@@ -133,26 +174,20 @@ def _outputs(q, p, v, chunk, save, keep_residual):
 
 @_delta_scan.register_fake
 def _(q, p, a, v, log_decay, initial_state, reverse, chunk, save, keep_residual):
-    o, residual, final, inverse, starts, transition = _outputs(q, p, v, chunk, save, keep_residual)
-    return o, final, residual, inverse, starts, transition
+    o, residual, final = unfilled_outputs(q, p, v, keep_residual)
+    return o, final, residual, *unfilled_saved(p, v.shape[3], chunk, save)
 
 
-@torch.library.custom_op(
-    "linattn::delta_scan_backward",
-    mutates_args=(),
-    schema="(Tensor? d_o, Tensor? d_final, Tensor? d_residual, Tensor q, Tensor p, Tensor a, Tensor? log_decay, "
-    "Tensor final, Tensor residual, Tensor inverse, Tensor starts, Tensor transition, bool reverse, int chunk) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _delta_scan_backward(
+def delta_backward(
     d_o, d_final, d_residual, q, p, a, log_decay, final, residual, inverse, starts, transition, reverse, chunk
 ):
+    """Gradients of q, p, a, v, log_decay (empty without one) and the initial state."""
     q, p, a = q.contiguous(), p.contiguous(), a.contiguous()
     B, T, H, K = p.shape
     Q, V = q.shape[2], final.shape[3]
     d_o = torch.zeros(B, T, Q, V, dtype=q.dtype, device=q.device) if d_o is None else d_o.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
-    blocks, (chunks, length, supers) = _plan(p, V, chunk)
+    blocks, (chunks, length, supers) = plan(p, V, chunk)
     if p.dtype != torch.bfloat16:
         blocks = replace(blocks, num_stages=1)
     deep = 3 if p.dtype == torch.bfloat16 and blocks.BK <= 64 else blocks.num_stages
@@ -204,6 +239,16 @@ def _delta_scan_backward(
         crossing = segment_cumsum(q_dots - a_dots, strict=False, **run) + segment_cumsum(p_dots, strict=True, **run)
     edges = edge_products(d_starts, leaving_states(starts, final, reverse=reverse), run["tokens"], T)
     return d_q, d_p, d_a, d_v, (crossing + edges).to(log_decay.dtype), d_initial
+
+
+_delta_scan_backward = torch.library.custom_op(
+    "linattn::delta_scan_backward",
+    delta_backward,
+    mutates_args=(),
+    schema="(Tensor? d_o, Tensor? d_final, Tensor? d_residual, Tensor q, Tensor p, Tensor a, Tensor? log_decay, "
+    "Tensor final, Tensor residual, Tensor inverse, Tensor starts, Tensor transition, bool reverse, int chunk) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @_delta_scan_backward.register_fake

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from linattn_cli.kernels import dispatch
 from linattn_cli.kernels.forms.decode import decodes, matrix_step
 from linattn_cli.kernels.forms.features import (
     RATIO_EPS,
@@ -14,6 +15,7 @@ from linattn_cli.kernels.forms.features import (
     check_mask,
     feature_map,
     keep,
+    one_pass,
     ratio_readout,
     unit,
 )
@@ -23,6 +25,9 @@ from linattn_cli.kernels.layout import queries_time_first, stack_tokens, time_fi
 from linattn_cli.kernels.penalty.inverse import REFRESH, inverse, start
 from linattn_cli.kernels.types import FormOutput, Impl, PenaltyState, state_dtype
 from linattn_cli.kernels.validate import check_linear, check_penalty, check_shape
+
+FUSED_KEYS = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
+"""Widest keys of the fused GPU operator: its walk of wider float32 ones spills, and takes a minute to compile."""
 
 
 class VLAState(NamedTuple):
@@ -102,6 +107,26 @@ def vla(
             feature_map=feature_map,
         )
         return FormOutput(step.o, VLAState(step.S, step.penalty, step.z), step.clamped, "triton")
+    if _fused(k, beta, penalty, normalise_gate, readout, mask, impl):
+        check_linear(q, k, v, None, S, chunk_size)
+        check_penalty(k, k, lambda0, penalty_state, None)
+        from linattn_cli.kernels.vla_triton import vla_triton
+
+        with torch.autocast(q.device.type, enabled=False):
+            o, denominator, S, penalty_state, z = vla_triton(
+                q,
+                k,
+                v,
+                u if penalty == "learned" else None,
+                feature_map=feature_map,
+                lambda0=lambda0,
+                floor=RATIO_EPS,
+                S=S,
+                state=penalty_state,
+                z=z,
+                chunk_size=chunk_size,
+            )
+        return FormOutput(o, VLAState(S, penalty_state, z), (denominator < RATIO_EPS).sum(), "triton")
     q, k = phi(q), keep(phi(k), mask)
     key = unit(k, impl=impl)
     write, penalty_state = _write_direction(
@@ -112,6 +137,14 @@ def vla(
         return FormOutput(scan.o, VLAState(scan.final_state, penalty_state, None), impl=scan.impl)
     o, z, clamped = ratio_readout(scan.o, q, k, z, impl=impl)
     return FormOutput(o, VLAState(scan.final_state, penalty_state, z), clamped, scan.impl)
+
+
+def _fused(k, beta, penalty, normalise_gate, readout, mask, impl) -> bool:
+    """Whether the one fused Triton operator makes the call: the default form, without padding, of K up to 64 or 128."""
+    if beta is not None or mask is not None or penalty == "none" or not normalise_gate or readout != "ratio":
+        return False
+    replaced = any(dispatch.overridden(operator, "triton") for operator in ("penalty_gain", "delta_scan"))
+    return one_pass(impl, k) and not replaced and k.shape[-1] <= FUSED_KEYS[k.dtype]
 
 
 _phi = feature_map

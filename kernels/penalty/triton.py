@@ -57,13 +57,11 @@ def _warps(BK: int) -> int:
     return 1 if BK <= 64 else 8
 
 
-@torch.library.custom_op(
-    "linattn::penalty_gain",
-    mutates_args=(),
-    schema="(Tensor u, Tensor k, Tensor? mass, Tensor? inverse, float lambda0, int chunk) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _penalty_gain(u, k, mass, inverse, lambda0, chunk):
+def penalty_forward(u, k, mass, inverse, lambda0, chunk, norm=None):
+    """x, the final mass and inverse, and what the backward needs: masses and inverses at the edges, w, mass added.
+
+    With a `norm` `[B, T, Q]` to fill, x is divided by it. A given inverse belongs to the mass given.
+    """
     u, k = u.contiguous(), k.contiguous()
     mass = None if mass is None else mass.contiguous()
     B, T, H, K = u.shape
@@ -74,6 +72,7 @@ def _penalty_gain(u, k, mass, inverse, lambda0, chunk):
     edges, final_mass = edge_states(u, u, None, mass, H, blocks, split)
     masses = torch.cat((edges, final_mass.unsqueeze(2)), dim=2)
     if K > WIDEST:
+        assert norm is None
         x, w, inverses = wide_gain(u, k, masses, lambda0)
         return x, final_mass, inverses[:, :, -1].clone(), masses, inverses, w, added
     if given:
@@ -87,8 +86,18 @@ def _penalty_gain(u, k, mass, inverse, lambda0, chunk):
         u, inverses, w, added, final_inverse, T, length * blocks.C, supers, inverses.shape[2], B, H,
         K=K, BK=blocks.BK, C=STEP, COPIES=warps, FINAL=given, num_warps=warps, num_stages=2,
     )  # fmt: skip
-    _apply(k, x, u, masses, final_inverse if given else inverses[:, :, 1:], w, added, lambda0, blocks, split)
+    ends = final_inverse if given else inverses[:, :, 1:]
+    _apply(k, x, norm, u, masses, ends, w, added, lambda0, blocks, split)
     return x, final_mass, final_inverse, masses, inverses, w, added
+
+
+_penalty_gain = torch.library.custom_op(
+    "linattn::penalty_gain",
+    lambda u, k, mass, inverse, lambda0, chunk: penalty_forward(u, k, mass, inverse, lambda0, chunk),
+    mutates_args=(),
+    schema="(Tensor u, Tensor k, Tensor? mass, Tensor? inverse, float lambda0, int chunk) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 def _invert(masses: Tensor, inverses: Tensor, lambda0: float) -> None:
@@ -116,20 +125,21 @@ def _(mass, lambda0):
     return torch.empty(mass.shape, dtype=torch.float32, device=mass.device)
 
 
-def _apply(k, x, u, masses, ends, w, added, lambda0: float, blocks: Blocks, split: tuple[int, int, int]) -> None:
-    """Fill x with the gains of k, from the downdates w and the inverses at the ends of the super-chunks."""
+def _apply(k, x, norm, u, masses, ends, w, added, lambda0: float, blocks: Blocks, split) -> None:
+    """Fill x, and norm where it is wanted, with the gains of k, from w and the inverses at the ends of super-chunks."""
     B, T, H, K = w.shape
     chunks, length, supers = split
-    sizes = {"K": K, "BK": blocks.BK, "C": blocks.C, "G": k.shape[2] // H}
+    sizes = {"K": K, "BK": blocks.BK, "C": blocks.C, "G": k.shape[2] // H, "UNIT": norm is not None}
+    norm = added if norm is None else norm
     shape = (T, length * blocks.C, supers, ends.stride(1) // (K * K), B, H)
     launch(
         apply_kernel, (supers * B * H,),
-        k, ends, w, x, *shape, **sizes, num_warps=blocks.num_warps, num_stages=1,
+        k, ends, w, x, norm, *shape, **sizes, num_warps=blocks.num_warps, num_stages=1,
     )  # fmt: skip
     programs = max(ceil_div(chunks * B * H, SHARE), min(chunks * B * H, multiprocessors(u.device)))
     launch(
         correct_kernel, (programs,),
-        k, u, ends, w, masses, added, x, lambda0, *shape, **sizes,
+        k, u, ends, w, masses, added, x, norm, lambda0, *shape, **sizes,
         STEP=STEP, HEAVY=HEAVY, SHARE=SHARE, num_warps=8, num_stages=1,
     )  # fmt: skip
 
@@ -151,24 +161,22 @@ def _outputs(u: Tensor, k: Tensor, chunk: int, given: bool) -> tuple[Tensor, ...
     )
 
 
-@_penalty_gain.register_fake
-def _(u, k, mass, inverse, lambda0, chunk):
+def unfilled_results(u, k, chunk, given):
+    """Tensors like the results of `penalty_forward`."""
     B, _, H, K = u.shape
-    x, final_inverse, inverses, w, added = _outputs(u, k, chunk, inverse is not None)
-    _, (_, _, supers) = _plan(u, chunk, inverse is not None)
+    x, final_inverse, inverses, w, added = _outputs(u, k, chunk, given)
+    _, (_, _, supers) = _plan(u, chunk, given)
     masses = torch.empty(B, H, supers + 1, K, K, dtype=torch.float32, device=u.device)
     return x, torch.empty_like(final_inverse), final_inverse, masses, inverses, w, added
 
 
-@torch.library.custom_op(
-    "linattn::penalty_gain_backward",
-    mutates_args=(),
-    schema="(Tensor? d_x, Tensor? d_mass, Tensor? d_inverse, Tensor u, Tensor x, Tensor final_inverse, Tensor masses, "
-    "Tensor inverses, Tensor w, Tensor added, float lambda0, int chunk, bool given) -> (Tensor, Tensor, Tensor)",
-)
-def _penalty_gain_backward(
-    d_x, d_mass, d_inverse, u, x, final_inverse, masses, inverses, w, added, lambda0, chunk, given
-):
+@_penalty_gain.register_fake
+def _(u, k, mass, inverse, lambda0, chunk):
+    return unfilled_results(u, k, chunk, inverse is not None)
+
+
+def penalty_backward(d_x, d_mass, d_inverse, u, x, final_inverse, masses, inverses, w, added, lambda0, chunk, given):
+    """Gradients of u, k and the initial mass; x are the gains themselves, not over their norms."""
     u = u.contiguous()
     d_x = torch.zeros_like(x) if d_x is None else d_x.contiguous()
     B, T, H, K = u.shape
@@ -181,7 +189,7 @@ def _penalty_gain_backward(
     else:
         y = torch.empty_like(d_x)
         ends = final_inverse if given else inverses[:, :, 1:]
-        _apply(d_x, y, u, masses, ends, w, added, lambda0, blocks, split)
+        _apply(d_x, y, None, u, masses, ends, w, added, lambda0, blocks, split)
     d_final = None if d_mass is None else -d_mass
     if d_inverse is not None:  # dM = -A dA A
         through_inverse = final_inverse @ d_inverse @ final_inverse
@@ -195,6 +203,15 @@ def _penalty_gain_backward(
         DOT=blocks.dot, PRECISION=blocks.precision, num_warps=blocks.num_warps, num_stages=1,
     )  # fmt: skip
     return d_u, y, (total + total.mT) / -2
+
+
+_penalty_gain_backward = torch.library.custom_op(
+    "linattn::penalty_gain_backward",
+    penalty_backward,
+    mutates_args=(),
+    schema="(Tensor? d_x, Tensor? d_mass, Tensor? d_inverse, Tensor u, Tensor x, Tensor final_inverse, Tensor masses, "
+    "Tensor inverses, Tensor w, Tensor added, float lambda0, int chunk, bool given) -> (Tensor, Tensor, Tensor)",
+)
 
 
 @_penalty_gain_backward.register_fake
@@ -234,8 +251,16 @@ def penalty_gain_triton(
     short call starts from that inverse; any other takes it anew, and returns one just taken.
     """
     refuse_float64("penalty_gain", u, k)
-    mass, inverse, age = (None, None, 0) if initial_state is None else initial_state
-    given = initial_state is not None and u.shape[3] <= WIDEST and age + u.shape[1] <= REFRESH
-    inverse = inverse.detach() if given and inverse is not None else None
+    mass, inverse, age = carried(initial_state, u)
     x, mass, inverse, *_ = _penalty_gain(u, k, mass, inverse, float(lambda0), chunk_size or 0)
-    return x, PenaltyState(mass, inverse, age + u.shape[1] if given else 0)
+    return x, PenaltyState(mass, inverse, age)
+
+
+def carried(state: PenaltyState | None, u: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
+    """The mass and inverse a call starts from, and the age of the inverse after it; no inverse: it is taken anew."""
+    if state is None:
+        return None, None, 0
+    age = state.age + u.shape[1]
+    if u.shape[3] > WIDEST or age > REFRESH:
+        return state.mass, None, 0
+    return state.mass, state.inverse.detach(), age

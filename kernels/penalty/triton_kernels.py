@@ -107,14 +107,22 @@ def downdate_kernel(
         store_matrix(p_final + state * K * K, b_A, o_k, K, K, o_k, K)
 
 
+@triton.jit
+def unit_rows(b_x, p_norm, o_t, T, stride):
+    """Rows over their norms, which are stored; a zero row stays zero."""
+    b_norm = tl.sqrt(tl.sum(b_x * b_x, axis=1))
+    tl.store(p_norm + o_t.to(tl.int64) * stride, b_norm, mask=o_t < T)
+    return b_x / tl.maximum(b_norm, 1e-12)[:, None]
+
+
 @kernel
 def apply_kernel(
-    p_k, p_end, p_w, p_x, T, length, supers, edges, B, H,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
+    p_k, p_end, p_w, p_x, p_norm, T, length, supers, edges, B, H,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """`x_t = A_t k_t` of one super-chunk from the downdates w, walked backwards from the inverse at its end.
 
-    `p_end` holds `edges` matrices a head, of which that of super-chunk i is the i-th.
+    `p_end` holds `edges` matrices a head, of which that of super-chunk i is the i-th. UNIT: write x / |x| and |x|.
     """
     i_p = tl.program_id(0)
     i_s, i_b, i_h = i_p // (B * H), i_p % (B * H) // H, i_p % H
@@ -131,14 +139,16 @@ def apply_kernel(
             b_k = load_rows(p_k + (row * G + j) * K, o_t, T, H * G * K, o_k, K, BK)
             b_score = tl.where(pair_mask(C, True, True), exact_dot(b_k, tl.trans(b_w)), 0.0)
             b_x = exact_dot(b_k, b_A) + exact_dot(b_score, b_w)
+            if UNIT:
+                b_x = unit_rows(b_x, p_norm + row * G + j, o_t, T, H * G)
             store_rows(p_x + (row * G + j) * K, b_x, o_t, T, H * G * K, o_k, K, BK)
         b_A += exact_dot(tl.trans(b_w), b_w)
 
 
 @kernel
 def correct_kernel(
-    p_k, p_u, p_end, p_w, p_mass, p_added, p_x, lambda0, T, length, supers, edges, B, H,
-    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
+    p_k, p_u, p_end, p_w, p_mass, p_added, p_x, p_norm, lambda0, T, length, supers, edges, B, H,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr,
     STEP: tl.constexpr, HEAVY: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """Correct gains by their residual, `x += A_t (k - M_t x)`, in the chunks that add much mass.
@@ -177,6 +187,9 @@ def correct_kernel(
             for j in range(G):
                 p_kj, p_xj = p_k + (row * G + j) * K, p_x + (row * G + j) * K
                 b_x = load_rows(p_xj, o_t, T, H * G * K, o_k, K, BK).to(tl.float32)
+                if UNIT:
+                    p_row = p_norm + row * G + j + o_t.to(tl.int64) * H * G
+                    b_x *= tl.load(p_row, mask=o_t < T, other=0.0)[:, None]
                 b_r = load_rows(p_kj, o_t, T, H * G * K, o_k, K, BK).to(tl.float32)
                 b_r -= tl.dot(b_x, b_M, input_precision="tf32x3")
                 b_score = tl.dot(b_x, tl.trans(b_u), input_precision="tf32x3")
@@ -184,6 +197,8 @@ def correct_kernel(
                 b_score = tl.dot(b_r, tl.trans(b_w), input_precision="tf32x3")
                 b_x += tl.dot(tl.where(pair_mask(C, True, True), b_score, 0.0), b_w, input_precision="tf32x3")
                 b_x += tl.dot(b_r, b_A, input_precision="tf32x3")
+                if UNIT:
+                    b_x = unit_rows(b_x, p_norm + row * G + j, o_t, T, H * G)
                 store_rows(p_xj, b_x, o_t, T, H * G * K, o_k, K, BK)
 
 

@@ -294,7 +294,8 @@ def test_rows_run_where_the_scans_beside_them_do(impl: str, monkeypatch: pytest.
         noted = lambda *x, _f=function, _n=name, **options: (used.append(_n), _f(*x, **options))[1]  # noqa: E731
         monkeypatch.setattr(module, name, noted)
     q, k, v, u = (draw(1, 5, 2, 4).to(DEVICE) for _ in range(4))
-    vla(q, k, v, u, impl=impl)
+    beta = torch.ones(1, 5, 2, device=DEVICE)  # with it the parts run, not the one fused operator
+    vla(q, k, v, u, beta, impl=impl)
     assert set(used) == ({"features_triton", "ratio_readout_triton"} if impl == "triton" else set())
 
 
