@@ -18,6 +18,7 @@ from typing import Any
 from linattn_cli.config import RunConfig, Scalar, SweepConfig, SweepGrid, derive, split_arm
 from linattn_cli.kernels.registry import MIXERS
 from linattn_cli.output import CliError
+from linattn_cli.own_mixer import is_own
 from linattn_cli.recipe import nearest, parse_value
 
 Changes = dict[str, Scalar]
@@ -184,7 +185,7 @@ def parse_arm(name: str, variants: Mapping[str, Changes] | None = None) -> Arm:
     known = variants or {}
     if head in known:
         changes = dict(known[head])
-    elif head in MIXERS:
+    elif head in MIXERS or is_own(head):
         changes = {"model.name": head}
     else:
         names = [*MIXERS, *known]
@@ -193,7 +194,7 @@ def parse_arm(name: str, variants: Mapping[str, Changes] | None = None) -> Arm:
         key, equals, value = setting.partition("=")
         if not equals or not key or not value:
             raise CliError(f"model {name}: {setting!r} is no setting", hint="write vla:penalty=none:readout=raw")
-        changes[key if "." in key or key == "seed" else f"model.options.{key}"] = parse_value(value)
+        changes[key if "." in key or key == "seed" else f"model.options.{key}"] = parse_value(value, f"model {name}")
     return Arm(name, changes)
 
 

@@ -98,10 +98,13 @@ def work(job: Work) -> Outcome:
 def _prepare(job: Work) -> tuple[RunConfig, torch.device]:
     import torch
 
-    from linattn_cli import environment
+    from linattn_cli import environment, own_mixer
     from linattn_cli.config import RunConfig
 
     torch.set_num_threads(job["threads"])
+    name = job["config"]["model"]["name"]
+    if own_mixer.is_own(name):
+        own_mixer.allow(name)  # whoever gave the job was allowed to
     config = RunConfig.model_validate(job["config"])
     device = environment.resolve_device(job["device"])
     if device.type == "cuda":
@@ -118,7 +121,7 @@ def _train(job: Work, metrics: list[dict[str, Any]], files: dict[str, bytes]) ->
     from linattn_cli.training import Trainer
 
     config, device = _prepare(job)
-    impl = environment.resolve_impl(config.model.impl, device)
+    impl = experiment.impl_of(config, device)
     task, model = experiment.build(config)
     # Only the last checkpoint is of use here, and only where it was asked for.
     settings = config.train.model_copy(update={"checkpoint_every": config.train.steps})
@@ -164,9 +167,12 @@ def _train(job: Work, metrics: list[dict[str, Any]], files: dict[str, bytes]) ->
     }
 
 
-def _state_bytes(model: Any, task: Any, config: RunConfig, device: torch.device) -> int:
-    """Bytes of state after one sequence, measured."""
+def _state_bytes(model: Any, task: Any, config: RunConfig, device: torch.device) -> int | None:
+    """Bytes of state after one sequence, measured; None for a layer of the user's own that carries none."""
     import torch
+
+    if not model.carries_state:
+        return None
 
     from linattn_cli.evaluation import precision, to_device
 

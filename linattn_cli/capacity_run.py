@@ -47,14 +47,15 @@ class Request:
     keep_weights: bool = False
     dry_run: bool = False
     report: bool = False
+    trust: bool = False
 
 
 def run(request: Request, doc: Document) -> None:
     """Fill `doc`: one row a cell, the aggregated table in the summary, failure if cells failed."""
-    from linattn_cli.latency_plot import check_plot_path
+    from linattn_cli.plotting import check_plot_path
 
     if request.plot is not None:
-        check_plot_path(request.plot)
+        check_plot_path(request.plot, coming=request.out)
     if request.resume and request.out is None:
         raise CliError("--resume needs the folder of the sweep", hint="add --out FOLDER")
     if request.report:
@@ -95,11 +96,13 @@ def _report_only(request: Request, doc: Document) -> None:
 def _load(request: Request) -> RunConfig:
     """The recipe; on a resume the one of the folder, where no other is given, and it must be of the same base."""
     if not request.resume:
-        return load_run_config(request.recipe, request.sets, _overrides(request, request.recipe))
+        return load_run_config(request.recipe, request.sets, _overrides(request, request.recipe), trust=request.trust)
     assert request.out is not None
     first = str(request.out / RECIPE)
-    stored = load_run_config(first)
-    config = load_run_config(request.recipe or first, request.sets, _overrides(request, request.recipe or first))
+    stored = load_run_config(first, trust=request.trust)
+    config = load_run_config(
+        request.recipe or first, request.sets, _overrides(request, request.recipe or first), trust=request.trust
+    )
     before, after = (each.model_dump(mode="json", exclude={"sweep"}) for each in (stored, config))
     for key, old, new in differences(before, after):
         if key not in IMMATERIAL:
@@ -269,9 +272,10 @@ def _report(folder: SweepFolder, config: RunConfig, doc: Document, request: Requ
     }
     doc.tables = _tables(rows, found, config, doc)
     if request.plot is not None:
-        from linattn_cli.capacity_plot import save_plot
+        from linattn_cli import plotting
+        from linattn_cli.capacity_plot import picture
 
-        save_plot(request.plot, found, title=_title(config))
+        plotting.save(request.plot, picture(config.model_dump(mode="json"), doc.env, found))
         doc.note(f"plot saved in {request.plot}")
     if failed := states.count("failed"):
         doc.fail(
@@ -297,10 +301,6 @@ def _tables(
     tables.append((f"Held-out accuracy {at}, by {across}; mean [least, largest] over seeds:", small))
     tables.append((f"In full {at}:", report.detail(found)))
     return tables
-
-
-def _title(config: RunConfig) -> str:
-    return f"{config.task.name}, {config.train.steps} steps at most"
 
 
 def _dry_run(request: Request, doc: Document, config: RunConfig, cells: list[Cell]) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 from linattn_cli.capacity import Cell
 from linattn_cli.capacity_cell import Outcome
 from linattn_cli.config import RunConfig, dump_recipe
+from linattn_cli.experiment import record_recipe
 from linattn_cli.output import CliError, write_stderr
 from linattn_cli.runs import RunFolder, make_numbered, storage_errors, write_atomic
 
@@ -226,7 +227,7 @@ class SweepFolder:
         with storage_errors(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
         with run:
-            run.write_recipe(dump_recipe(cell.config))
+            record_recipe(run, cell.config)
             for line in outcome["metrics"]:
                 run.append_metrics(line)
             for name, data in outcome["files"].items():

@@ -6,22 +6,34 @@ Precedence: command line over recipe over defaults. Unknown keys are errors ever
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
 from linattn_cli import __version__
 from linattn_cli.kernels.registry import MAX_HEAD_DIM, MIXERS, Option
 from linattn_cli.output import CliError
+from linattn_cli.own_mixer import (
+    absolute_name,
+    find_mixer,
+    is_own,
+    load,
+    names_in,
+    portable_name,
+    replace_at,
+    short_name,
+    unknown_hint,
+)
 from linattn_cli.recipe import KeyPath, dump_yaml, nearest
 from linattn_cli.sources import Sources
 
 Scalar = bool | int | float | str | None
 Impl = Literal["auto", "reference", "scan", "chunk", "triton"]
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
+NonNegative = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
 class Section(BaseModel):
@@ -38,6 +50,7 @@ class ModelConfig(Section):
     short_conv     width of the short causal convolution before every mixer; 0 is none
     chunk_size     None chooses it from the length and the device
     options        the mixer's own options, resolved to the full set of `registry.MIXERS[name].options`
+    code_sha256    digest of the file that `name` means, where that is a mixer of the user's own; checked if given
     """
 
     name: str = "vla"
@@ -55,20 +68,34 @@ class ModelConfig(Section):
     impl: Impl = "auto"
     chunk_size: Positive | None = None
     options: dict[str, Scalar] = Field(default_factory=dict, validate_default=True)
+    code_sha256: str | None = None
 
     @field_validator("name")
     @classmethod
     def _known_mixer(cls, name: str) -> str:
-        if name not in MIXERS:
-            raise _problem(
-                f"there is no model {name!r}{nearest(name, MIXERS)}",
-                hint=f"there are {', '.join(MIXERS)}; linattn list models describes them",
-            )
+        if name not in MIXERS and not is_own(name):
+            raise _problem(f"there is no model {name!r}{nearest(name, MIXERS)}", hint=unknown_hint(MIXERS))
         return name
 
     @model_validator(mode="after")
+    def _same_code(self) -> ModelConfig:
+        sha256 = load(self.name).sha256 if is_own(self.name) else None
+        if self.code_sha256 not in (None, sha256):
+            raise _problem(
+                f"{self.name} is not the code that this recipe was written for: its SHA-256 is {sha256}",
+                at=("code_sha256",),
+                hint="use the file of that time, or give this one with --model to use it all the same",
+            )
+        object.__setattr__(self, "code_sha256", sha256)
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_there(self, dump: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        return {key: value for key, value in dump(self).items() if key != "code_sha256" or value is not None}
+
+    @model_validator(mode="after")
     def _fits_the_mixer(self) -> ModelConfig:
-        mixer = MIXERS[self.name]
+        mixer = find_mixer(self.name)
         if self.impl not in ("auto", *mixer.impls):
             raise _problem(
                 f"{self.name} has no impl {self.impl!r}",
@@ -203,7 +230,7 @@ class SweepGrid(Section):
     d_heads: list[Positive] = Field(default_factory=list)
     seq_lens: list[Positive] = Field(default_factory=list)
     lrs: list[Annotated[float, Field(gt=0)]] = Field(default_factory=list)
-    seeds: list[NonNegative] = Field(default_factory=list)
+    seeds: list[Seed] = Field(default_factory=list)
     points: list[Annotated[dict[str, Scalar], Field(min_length=1)]] = Field(default_factory=list)
     grid: dict[str, Annotated[list[Scalar], Field(min_length=1)]] = Field(default_factory=dict)
 
@@ -232,7 +259,7 @@ class SweepConfig(SweepGrid):
                 )
         for arm in [*self.models, *(arm for grid in self.more for arm in grid.models)]:
             name, _ = split_arm(arm)
-            if name not in known:
+            if name not in known and not is_own(name):
                 raise _problem(
                     f"there is no model {name!r}{nearest(name, known)}",
                     at=("models",),
@@ -258,21 +285,33 @@ class RunConfig(Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     task: TaskConfig = Field(default_factory=MqarConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
-    seed: NonNegative = 0
+    seed: Seed = 0
     sweep: SweepConfig | None = None
+
+    @model_validator(mode="after")
+    def _no_graph_of_own_code(self) -> RunConfig:
+        """A replayed step would not see what the user's Python does; it can be asked for."""
+        if is_own(self.model.name) and "cuda_graph" not in self.train.model_fields_set:
+            object.__setattr__(self, "train", self.train.model_copy(update={"cuda_graph": False}))
+        return self
 
 
 _SECTIONS: dict[str, type[Section]] = {"model": ModelConfig, "train": TrainConfig, "sweep": SweepConfig}
 
 
 def load_run_config(
-    recipe: str | None = None, sets: list[str] | None = None, overrides: dict[str, Any] | None = None
+    recipe: str | None = None,
+    sets: list[str] | None = None,
+    overrides: dict[str, Any] | None = None,
+    *,
+    trust: bool = False,
 ) -> RunConfig:
     """The resolved configuration of a run.
 
     recipe     name of a packaged recipe, or a path; None is the defaults
     sets       `--set` arguments, `section.key=value` with YAML values
     overrides  what dedicated options were given, by dotted key (`{"model.d_head": 64}`); None is not given
+    trust      run a file that only the recipe names as its mixer; one given by `sets` or `overrides` always is
 
     Raises `CliError` (exit 2) naming file, line, key and the nearest valid key.
 
@@ -281,6 +320,7 @@ def load_run_config(
     """
     sources = Sources.collect(recipe, sets or [], overrides or {})
     _refuse_leftovers(sources)
+    sources.admit_code(trust)
     data = sources.data
     if isinstance(task := data.setdefault("task", {}), dict):
         task.setdefault("name", "mqar")
@@ -334,9 +374,15 @@ def _check_task(config: RunConfig, sources: Sources) -> None:
         raise CliError(f"{place}: {error}" if place else str(error), kind="recipe") from None
 
 
-def dump_recipe(config: RunConfig) -> str:
-    """The resolved recipe as YAML, accepted back unchanged."""
+def dump_recipe(config: RunConfig, *, beside_code: bool = False) -> str:
+    """The resolved recipe as YAML, accepted back unchanged.
+
+    beside_code  the recipe will lie beside a copy of the user's own mixer, and names that
+    """
     data = config.model_dump(mode="json")
+    for path, name in list(names_in(data)):
+        copied = beside_code and path == ("model", "name")
+        replace_at(data, path, portable_name(name) if copied else absolute_name(name))
     if data["sweep"] is None:
         del data["sweep"]
     return f"# Resolved by linattn {__version__}: every key of the run, accepted as a recipe.\n{dump_yaml(data)}"
@@ -353,7 +399,7 @@ def _refuse_leftovers(sources: Sources) -> None:
         if not isinstance(written, dict) or chosen is None:
             continue
         before = written.get("name", default)
-        if chosen == before:
+        if chosen == before or (is_own(chosen) and is_own(before) and short_name(chosen) == short_name(before)):
             continue
         if own is None:
             known = TASK_CONFIGS[chosen].model_fields if chosen in TASK_CONFIGS else written

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from linattn_cli import own_mixer
 from linattn_cli.config import MqarConfig, RunConfig, dump_recipe, load_run_config
 from linattn_cli.output import CliError
+from linattn_cli.recipe import read_recipe
 from linattn_cli.runs import RECIPE, RunFolder, read_metrics, require_run, resume_command
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ def resolve(
     out: Path | None,
     resume: bool,
     from_step: int | None = None,
+    trust: bool = False,
 ) -> Start:
     """Read the recipe, or with `resume` the run folder `out`, which is then owned by this process.
 
@@ -76,13 +79,13 @@ def resolve(
     if not resume:
         if from_step is not None:
             raise CliError("--from-step belongs to --resume", hint="add --resume --out RUN")
-        return Start(load_run_config(recipe, sets, dict(overrides)))
+        return Start(load_run_config(recipe, sets, dict(overrides), trust=trust))
     if out is None:
         raise CliError("--resume needs the run folder", hint=_latest_hint(Path("runs")))
     require_run(out)
     run = RunFolder.resume(out)
     try:
-        return _resume(run, recipe, sets, overrides, from_step)
+        return _resume(run, recipe, sets, overrides, from_step, trust)
     except BaseException:
         run.close()
         raise
@@ -94,12 +97,21 @@ def _resume(
     sets: list[str] | None,
     overrides: Mapping[str, Any],
     from_step: int | None,
+    trust: bool,
 ) -> Start:
     from linattn_cli import checkpoints
 
     stored_recipe = str(run.path / RECIPE)
-    stored = load_run_config(stored_recipe)
-    config = load_run_config(recipe or stored_recipe, sets, dict(overrides))
+    name = overrides.get("model.name")
+    mine = {"model.name": name} if own_mixer.is_own(name) else {}
+    stored = load_run_config(stored_recipe, overrides=mine, trust=trust)
+    config = load_run_config(recipe or stored_recipe, sets, dict(overrides), trust=trust)
+    if (problem := other_code(run.path, config)) is not None:
+        raise CliError(
+            f"run folder {run.path} was started with {problem}",
+            hint=f"continue with the copy in it: {resume_command(run.path)}; or choose another --out",
+            kind="run_folder",
+        )
     checkpoint = checkpoints.load(run.path, from_step)
     step = 0 if checkpoint is None else checkpoint.step
     if config.train.steps < step:
@@ -134,7 +146,19 @@ def _go_back(start: Start, run: RunFolder) -> Iterator[str]:
         yield f"dropped the checkpoint of step {newer}"
     run.cut_metrics(start.step)
     if start.changed:
-        run.write_recipe(dump_recipe(start.config))
+        run.write_recipe(dump_recipe(start.config, beside_code=True))
+
+
+def other_code(path: Path, config: RunConfig) -> str | None:
+    """Where a run folder's mixer is the user's own: how the one of `config` differs from it, or None."""
+    model = read_recipe(str(path / RECIPE)).data.get("model")
+    before = model.get("code_sha256") if isinstance(model, dict) else None
+    now = config.model.code_sha256
+    if before == now:
+        return None
+    return (
+        f"another {own_mixer.short_name(config.model.name)}: its SHA-256 was {before}, that of the one given is {now}"
+    )
 
 
 def differences(
@@ -165,10 +189,18 @@ def build(config: RunConfig) -> tuple[Task, LanguageModel]:
     return task, build_model(config.model, vocab_size=task.vocab_size, seq_len=task.input_len)
 
 
-def train(start: Start, doc: Document, *, out: Path | None, requirements: Sequence[Requirement] = ()) -> None:
+def train(
+    start: Start,
+    doc: Document,
+    *,
+    out: Path | None,
+    requirements: Sequence[Requirement] = (),
+    plot: Path | None = None,
+) -> None:
     """Train to the end, keep everything in the run folder, and fill `doc` with what was reached.
 
-    Missed requirements make the document `failed`; the run is kept.
+    Missed requirements make the document `failed`; the run is kept. A `plot` is drawn also where training stops
+    early: the curve up to there tells why.
     """
     from linattn_cli import environment, require
     from linattn_cli.training import Trainer
@@ -180,8 +212,9 @@ def train(start: Start, doc: Document, *, out: Path | None, requirements: Sequen
             stack.enter_context(start.run)
         device = environment.resolve_device(config.train.device)
         environment.resolve_dtype(config.train.dtype, device)
-        impl = environment.resolve_impl(config.model.impl, device)
+        impl = impl_of(config, device)
         doc.begin(device=device, dtype=config.train.dtype, impl=impl, seed=config.seed)
+        say_what_is_absent(config.model.name, doc)
         task, model = build(config)
         run = start.run or stack.enter_context(_new_run(config, out))
         bar = stack.enter_context(doc.progress(config.train.steps, "train"))
@@ -204,7 +237,11 @@ def train(start: Start, doc: Document, *, out: Path | None, requirements: Sequen
             # Only now, when nothing can refuse the resume any more.
             for note in _go_back(start, run):
                 bar.log(note)
-        outcome = trainer.train()
+        try:
+            outcome = trainer.train()
+        except (CliError, KeyboardInterrupt):
+            _draw(plot, run, doc)
+            raise
         doc.summary = {
             **measure(model, task, config, device),
             "tokens_per_s": outcome.tokens_per_s,
@@ -215,8 +252,38 @@ def train(start: Start, doc: Document, *, out: Path | None, requirements: Sequen
         }
         require.check(requirements, doc)
         run.write_result(doc.as_dict())
+        _draw(plot, run, doc)
     doc.note(f"saved in {run.path}")
-    doc.note(f"next: linattn eval {shlex.quote(str(run.path))}{_other_sizes(config)}")
+    trust = " --trust" if own_mixer.is_own(config.model.name) else ""
+    doc.note(f"next: linattn eval {shlex.quote(str(run.path))}{_other_sizes(config)}{trust}")
+
+
+def _draw(plot: Path | None, run: RunFolder, doc: Document) -> None:
+    """Draw what `metrics.jsonl` has of a run, at its end or where it stopped."""
+    from linattn_cli import plotting
+    from linattn_cli.train_plot import picture
+
+    metrics = read_metrics(run.path)
+    if plot is not None and metrics:
+        plotting.save(plot, picture(doc.config.model_dump(mode="json"), doc.env, metrics, doc.summary))
+        doc.note(f"plot saved in {plot}")
+
+
+def impl_of(config: RunConfig, device: torch.device) -> str:
+    """The implementation that runs; a layer of the user's own without a form is code that we know nothing of."""
+    from linattn_cli import environment
+
+    if own_mixer.is_own(config.model.name) and not own_mixer.find_mixer(config.model.name).impls:
+        return "own code"
+    return environment.resolve_impl(config.model.impl, device)
+
+
+def say_what_is_absent(name: str, doc: Document) -> None:
+    """What a mixer of the user's own does not have, one line each on stderr."""
+    if own_mixer.is_own(name):
+        own = own_mixer.load(name)
+        for absence in own.absences():
+            doc.log(f"{own.class_} has {absence}")
 
 
 def _other_sizes(config: RunConfig) -> str:
@@ -242,13 +309,20 @@ def load_weights(model: LanguageModel, checkpoint: Checkpoint) -> None:
 
 
 def _new_run(config: RunConfig, out: Path | None) -> RunFolder:
-    run = RunFolder.create(out, stem=f"{config.model.name}-{config.task.name}")
+    run = RunFolder.create(out, stem=f"{own_mixer.short_name(config.model.name)}-{config.task.name}")
     try:
-        run.write_recipe(dump_recipe(config))
+        record_recipe(run, config)
     except BaseException:
         run.close()
         raise
     return run
+
+
+def record_recipe(run: RunFolder, config: RunConfig) -> None:
+    """Write what repeats a run: its recipe, and the file of a mixer of the user's own."""
+    if config.model.code_sha256 is not None:
+        run.write_code(own_mixer.source_of(config.model.code_sha256))
+    run.write_recipe(dump_recipe(config, beside_code=True))
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
@@ -289,15 +363,21 @@ def probe(model: LanguageModel, task: Task, config: RunConfig, device: torch.dev
     batch = task.batch(PROBE_EXAMPLES, seed=config.seed, stream="test", index=0)
     tokens_BT = to_device(batch.inputs, device)
     model.eval()
-    with torch.no_grad(), precision(device, config.train.dtype):
-        _, state = model(tokens_BT, return_state=True)
-    sizes = {f"state_norm_max_{name}": value for name, value in state_norms(state.layers).items()}
+    size: int | None = None
+    sizes: dict[str, float] = {}
+    if model.carries_state:
+        with torch.no_grad(), precision(device, config.train.dtype):
+            _, state = model(tokens_BT, return_state=True)
+        size = model.state_bytes(state)
+        sizes = {f"state_norm_max_{name}": value for name, value in state_norms(state.layers).items()}
     norms = [found.largest for found in jacobian_norms(model, tokens_BT, dtype=config.train.dtype)]
-    figures: dict[str, Any] = {"state_bytes": model.state_bytes(state), **sizes}
+    figures: dict[str, Any] = {"state_bytes": size, **sizes}
     figures["jacobian_norm_max"] = max(norms, default=None)
     if not norms:
-        name = config.model.name
+        name = own_mixer.short_name(config.model.name)
         why = f"a step of {name} is not g I - a p^T" if sizes else f"{name} has no state of fixed size"
+        if own_mixer.is_own(config.model.name):
+            why = f"{name} has no jacobian_factors"
         figures["jacobian"] = f"none: {why}"
     return figures
 

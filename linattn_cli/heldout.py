@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from linattn_cli import own_mixer
 from linattn_cli.config import RunConfig, load_run_config
 from linattn_cli.output import CliError, Document
+from linattn_cli.recipe import read_recipe
 from linattn_cli.runs import RECIPE, require_run, resume_command
 
 if TYPE_CHECKING:
@@ -39,17 +41,23 @@ def evaluate_run(
     examples: int | None,
     step: int | None,
     overrides: Mapping[str, Any],
+    plot: Path | None = None,
+    show: int = 0,
+    trust: bool = False,
 ) -> None:
     """Fill `doc` with one row a size and one a distance range; warn of sequences longer than trained.
+
+    plot  file of a picture of them
+    show  sequences of each size to add to the summary as `examples`, with what the model answered
 
     Raises `CliError` (exit 2) for a folder that is no run, is damaged or has no checkpoint, and for sizes
     that are impossible or do not fit the model.
     """
-    from linattn_cli import environment, experiment
+    from linattn_cli import answers, environment, eval_plot, experiment, plotting
     from linattn_cli.evaluation import evaluate
 
     require_run(path)
-    config = load_run_config(str(path / RECIPE), overrides=dict(overrides))
+    config = _config(path, overrides, trust, doc)
     trained, model = experiment.build(config)
     tasks = list(grid(config, n_pairs=n_pairs, seq_lens=seq_lens, updates=updates))
     for task in tasks:
@@ -57,7 +65,7 @@ def evaluate_run(
     checkpoint = _load(path, step)
     device = environment.resolve_device(config.train.device)
     dtype = environment.resolve_dtype(config.train.dtype, device)
-    impl = environment.resolve_impl(config.model.impl, device)
+    impl = experiment.impl_of(config, device)
     doc.config = config
     doc.begin(device=device, dtype=config.train.dtype, impl=impl, seed=config.seed)
     experiment.load_weights(model, checkpoint)
@@ -65,6 +73,7 @@ def evaluate_run(
     model.to(device=device, dtype=None if config.train.dtype == "bfloat16" else dtype)
     count = examples or config.train.eval_examples
     accuracies = []
+    shown: list[dict[str, Any]] = []
     with doc.progress(count * len(tasks), "eval") as bar:
         for task in tasks:
             found = evaluate(
@@ -87,6 +96,10 @@ def evaluate_run(
             accuracies.append(figures["accuracy"])
             doc.results.append({**size, "distance": "all", **figures, **constant})
             doc.results += [{**size, **row, **constant} for row in found.by_distance()]
+            if show:
+                shown += answers.examples(
+                    model, task, count=show, seed=config.seed, device=device, dtype=config.train.dtype
+                )
     doc.columns = COLUMNS
     doc.summary = {
         "accuracy": sum(accuracies) / len(accuracies),
@@ -95,6 +108,33 @@ def evaluate_run(
         "parameters": model.parameter_count(),
         "run": str(path),
     }
+    if show:
+        answers.report(doc, shown)
+    if plot is not None:
+        plotting.save(plot, eval_plot.picture(config.model_dump(mode="json"), doc.env, doc.results))
+        doc.note(f"plot saved in {plot}")
+
+
+def _config(path: Path, overrides: Mapping[str, Any], trust: bool, doc: Document) -> RunConfig:
+    """The recipe of a run; a mixer of the user's own runs only if it is given again, or the run is trusted."""
+    from linattn_cli.experiment import other_code
+
+    given = overrides.get("model.name")
+    model = read_recipe(str(path / RECIPE)).data.get("model")
+    trained = model.get("name") if isinstance(model, dict) else None
+    if given is not None and not (
+        own_mixer.is_own(trained)
+        and own_mixer.is_own(given)
+        and own_mixer.short_name(str(trained)) == own_mixer.short_name(given)
+    ):
+        raise CliError(
+            f"run {path} was trained with {trained}, not with {given}",
+            hint="eval needs --model only for a mixer of your own: the file of the class that was trained",
+        )
+    config = load_run_config(str(path / RECIPE), overrides=dict(overrides), trust=trust)
+    if (problem := other_code(path, config)) is not None:
+        doc.warn(f"this run was trained with {problem}")
+    return config
 
 
 def grid(

@@ -24,6 +24,7 @@ from linattn_cli.kernels.linear.api import linear_scan
 from linattn_cli.kernels.penalty.api import penalty_gain
 from linattn_cli.kernels.registry import MIXERS, PRIMITIVES, Mixer
 from linattn_cli.kernels.types import state_dtype
+from linattn_cli.own_mixer import is_own
 from linattn_cli.verify_mixers import form_of
 
 Tensors = Mapping[str, Tensor]
@@ -132,12 +133,18 @@ def arms(models: list[str], impls: list[str], setting: Setting) -> list[Arm]:
         if model == SOFTMAX:
             continue
         for impl in impls:
-            arm = (
-                primitive_arm(model, impl, setting) if model in PRIMITIVES else mixer_arm(MIXERS[model], impl, setting)
-            )
+            arm = _arm(model, impl, setting)
             if arm.key not in [other.key for other in found]:
                 found.append(arm)
     return found
+
+
+def _arm(model: str, impl: str, setting: Setting) -> Arm:
+    if is_own(model):
+        from linattn_cli.latency_own import own_arm
+
+        return own_arm(model, impl, setting)
+    return primitive_arm(model, impl, setting) if model in PRIMITIVES else mixer_arm(MIXERS[model], impl, setting)
 
 
 def resolved(impl: str, setting: Setting) -> str:

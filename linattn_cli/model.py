@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from linattn_cli.kernels.registry import MIXERS
 from linattn_cli.kernels.types import Impl, state_bytes
 from linattn_cli.layers.base import Mixer, MixerState, token_positions
+from linattn_cli.own_mixer import is_own
 
 if TYPE_CHECKING:
     from linattn_cli.config import ModelConfig
@@ -24,7 +25,11 @@ class ModelState(NamedTuple):
 
 
 def build_mixer(config: ModelConfig) -> Mixer:
-    """A freshly initialised mixer layer."""
+    """A freshly initialised mixer layer; one of the user's own need not be a `Mixer` but is called like one."""
+    if is_own(config.name):
+        from linattn_cli.layers.own import build_own
+
+        return build_own(config)  # type: ignore[return-value]
     module, name = MIXERS[config.name].layer.split(":")
     layer = getattr(importlib.import_module(module), name)
     return layer(
@@ -132,6 +137,11 @@ class LanguageModel(nn.Module):
         for module in self.modules():
             if isinstance(module, Mixer):
                 module.impl = impl
+
+    @property
+    def carries_state(self) -> bool:
+        """Whether every mixer can go on token by token; one of the user's own need not."""
+        return all(getattr(block.mixer, "carries_state", True) for block in self.blocks)
 
     def parameter_count(self) -> int:
         """Trainable parameters, a tied head counted once."""

@@ -18,6 +18,7 @@ from linattn_cli.output import FORMATS, CliError
 
 T = TypeVar("T")
 
+LARGEST = 2**63 - 1
 _SUFFIXES = {"k": 1024, "m": 1024 * 1024}
 
 _OUTPUT = "Output"
@@ -39,7 +40,10 @@ def parse_int(text: str, option: str = "the value") -> int:
     digits = word[:-1] if factor > 1 else word
     if not digits.isascii() or not digits.isdigit():
         raise CliError(f"{option}: {text!r} is not a whole number", hint="write 4096 or 4k, which is 4 * 1024")
-    return int(digits) * factor
+    value = int(digits) * factor if len(digits) < 20 else LARGEST + 1
+    if value > LARGEST:
+        raise CliError(f"{option}: {text[:40]} is too large", hint=f"the largest number is {LARGEST}")
+    return value
 
 
 def parse_float(text: str, option: str = "the value") -> float:
@@ -82,8 +86,10 @@ def parse_floats(text: str, option: str = "the list") -> list[float]:
     return _parse_list(text, option, lambda word: parse_float(word, option))
 
 
-def parse_names(text: str, valid: Iterable[str], option: str = "the list") -> list[str]:
+def parse_names(text: str, valid: Iterable[str], option: str = "the list", *, own: bool = False) -> list[str]:
     """A comma-separated list of known names; `all` is every one of them.
+
+    own  mixers of the user's own, `path/to/mine.py:MyMixer`, are names too; they are loaded
 
     >>> parse_names("vla,linear", ["linear", "vla"])
     ['vla', 'linear']
@@ -93,11 +99,18 @@ def parse_names(text: str, valid: Iterable[str], option: str = "the list") -> li
         return known
 
     def parse(word: str) -> str:
+        from linattn_cli import own_mixer
+
+        if own and own_mixer.is_own(word):
+            own_mixer.allow(word)
+            own_mixer.load(word)
+            return word
         if word not in known:
             from linattn_cli.recipe import nearest
 
+            mine = "; your own is path/to/mine.py:MyMixer" if own else ""
             raise CliError(
-                f"{option}: there is no {word!r}{nearest(word, known)}", hint=f"there are {', '.join(known)}"
+                f"{option}: there is no {word!r}{nearest(word, known)}", hint=f"there are {', '.join(known)}{mine}"
             )
         return word
 
@@ -155,6 +168,11 @@ def require_option(command: str) -> Any:
         autocompletion=completions.quantities_of(command),
         rich_help_panel=_OUTPUT,
     )
+
+
+def plot_option(what: str) -> Any:
+    """`--plot` of a command, with what it draws."""
+    return typer.Option("--plot", metavar="FILE", help=f"Draw {what}; .png or .svg.", rich_help_panel=_OUTPUT)
 
 
 def device_option(default: str) -> Any:
@@ -235,6 +253,14 @@ SetOption = Annotated[
         metavar="KEY=VALUE",
         help="Set any key of the recipe, as in model.d_head=64; may be repeated.",
         autocompletion=completions.complete_setting,
+        rich_help_panel=_RUN,
+    ),
+]
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Run the code of a mixer that only the recipe or the run folder names; read it first.",
         rich_help_panel=_RUN,
     ),
 ]

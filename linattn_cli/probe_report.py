@@ -77,16 +77,14 @@ def run(request: Request, doc: Document) -> None:
     verdicts = claims(found, blown)
     _report(doc, found, verdicts, blown)
     if request.plot is not None:
-        from linattn_cli.probe_plot import save_plot
-
-        save_plot(request.plot, found, blown, title=_title(request, dtypes))
+        _draw(request.plot, doc, found, blown)
         doc.note(f"plot saved in {request.plot}")
     _judge(doc, found, verdicts)
 
 
 def _check(request: Request) -> None:
     if request.plot is not None:
-        from linattn_cli.latency_plot import check_plot_path
+        from linattn_cli.plotting import check_plot_path
 
         check_plot_path(request.plot)
     if request.source is not None and request.source not in SOURCES:
@@ -201,9 +199,18 @@ def _described(request: Request, jobs: list[Job]) -> dict[str, Any]:
     }
 
 
-def _title(request: Request, dtypes: Sequence[str]) -> str:
-    what = ", ".join(str(path) for path in request.runs) or request.source or OPERATOR
-    return f"{what}, {', '.join(dtypes)}"
+def _draw(path: Path, doc: Document, found: Sequence[Any], blown: Any) -> None:
+    from linattn_cli import plotting, probe_tables
+    from linattn_cli.probe_plot import picture
+    from linattn_cli.render import jsonable
+
+    raw = {} if blown is None else {"unnormalised_log10_by_step": _by_step(blown)}
+    rows = [jsonable(probe_tables.row(m, series=True)) for m in found]
+    plotting.save(path, picture(jsonable(doc.config), doc.env, rows, jsonable(raw)))
+
+
+def _by_step(blown: Any) -> dict[str, list[float]]:
+    return {"repeated_key": blown.repeated.tolist(), "random_keys": blown.random.tolist()}
 
 
 def _report(doc: Document, found: Sequence[Any], verdicts: Sequence[Any], blown: Any) -> None:
@@ -223,10 +230,7 @@ def _report(doc: Document, found: Sequence[Any], verdicts: Sequence[Any], blown:
         doc.summary["unnormalised_repeated_key_log10"] = float(blown.repeated[-1])
         doc.summary["unnormalised_random_keys_log10"] = float(blown.random[-1])
         if series:
-            doc.summary["unnormalised_log10_by_step"] = {
-                "repeated_key": blown.repeated.tolist(),
-                "random_keys": blown.random.tolist(),
-            }
+            doc.summary["unnormalised_log10_by_step"] = _by_step(blown)
     if doc.fmt == "table":
         doc.text = probe_tables.tables(doc.command, rows, doc.summary)
 

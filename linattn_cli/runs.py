@@ -5,6 +5,7 @@ A run folder holds::
     recipe.yaml      the resolved recipe; `linattn train --recipe RUN/recipe.yaml` repeats the run
     metrics.jsonl    one line per logged step; append-only, cut back to the checkpoint on resume
     result.json      the document `train --json` prints, once the run is over
+    mixer.py         where the mixer is the user's own: its file as it was
     checkpoints/     step-N/, the last two (see checkpoints.py)
 
 An existing folder is never taken over or deleted silently, and one process at a time owns it. This module
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from linattn_cli import __version__
 from linattn_cli.output import CliError
 from linattn_cli.render import to_json
 
@@ -31,6 +33,7 @@ METRICS = "metrics.jsonl"
 RESULT = "result.json"
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
+CODE = "mixer.py"
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -81,7 +84,8 @@ def write_atomic(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with storage_errors(path):
         try:
-            write_synced(temporary, text.encode())
+            # a path need not be valid text; in JSON such a byte is an escape like any other
+            write_synced(temporary, text.encode(errors="backslashreplace"))
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -163,6 +167,10 @@ class RunFolder:
         """Write `recipe.yaml`."""
         write_atomic(self.path / RECIPE, text)
 
+    def write_code(self, source: str) -> None:
+        """Write a copy of the user's own mixer, by which the run can be repeated."""
+        write_atomic(self.path / CODE, source)
+
     def write_result(self, document: dict[str, Any]) -> None:
         """Write `result.json`."""
         write_atomic(self.path / RESULT, to_json(document) + "\n")
@@ -224,19 +232,30 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [row for line in lines if (row := _parse(line)) is not None]
 
 
+def newer_format(what: object, writer: str, found: int, known: int) -> CliError:
+    """The refusal to read what a newer linattn wrote; `writer` is its version where the file tells it."""
+    return CliError(
+        f"{what} was written by a newer linattn{f', {writer}' if writer else ''} "
+        f"(format {found}); this is linattn {__version__}, which reads format {known}",
+        hint="update linattn: pip install -U linattn",
+        kind="newer_format",
+    )
+
+
 def resume_command(path: Path) -> str:
     """The command that continues a run, quoted for a shell.
 
     >>> resume_command(Path("runs/my run"))
     "linattn train --resume --out 'runs/my run'"
     """
-    return f"linattn train --resume --out {shlex.quote(str(path))}"
+    trust = " --trust" if (path / CODE).is_file() else ""
+    return f"linattn train --resume --out {shlex.quote(str(path))}{trust}"
 
 
 def _parse(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from linattn_cli.output import SCHEMA_VERSION
-from linattn_cli.schema_fields import ENV, ERROR, ERROR_TYPES, METRICS, OUTPUTS, RECIPE, Fields, Output
+from linattn_cli.schema_fields import ENV, ERROR, ERROR_TYPES, METRICS, OUTPUTS
+from linattn_cli.schema_types import RECIPE, Fields, Output
 
 Schema = dict[str, Any]
 
@@ -145,11 +146,11 @@ def recipe_definitions() -> Schema:
     """`RunConfig` and its sections as definitions of a schema; every key of a resolved recipe is there."""
     from linattn_cli.config import RunConfig
 
-    whole = RunConfig.model_json_schema(mode="serialization", ref_template="#/$defs/{model}")
+    whole = RunConfig.model_json_schema(ref_template="#/$defs/{model}")
     definitions: Schema = whole.pop("$defs")
     definitions["RunConfig"] = whole
     for definition in definitions.values():
-        definition["required"] = list(definition["properties"])
+        definition["required"] = [key for key in definition["properties"] if key != "code_sha256"]
         del definition["title"]
         for section in definition["properties"].values():
             section.pop("title", None)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
+from linattn_cli import own_mixer
 from linattn_cli.output import CliError
 from linattn_cli.recipe import KeyPath, Recipe, parse_value, read_recipe
 
@@ -34,7 +34,7 @@ class Sources:
     @classmethod
     def collect(cls, recipe: str | None, sets: list[str], overrides: dict[str, Any]) -> Sources:
         """Recipe, then `--set` in order, then the options; contradictions on the command line are refused."""
-        read = read_recipe(recipe) if recipe else None
+        read = read_recipe(recipe) if recipe is not None else None
         data = copy.deepcopy(read.data) if read else {}
         for section, value in list(data.items()):
             if value is None:  # `train:` with nothing under it
@@ -78,6 +78,23 @@ class Sources:
         """Whether a value of the recipe is still there, not replaced from the command line."""
         return not any(path[:end] in self.given for end in range(1, len(path) + 1))
 
+    def admit_code(self, trust: bool) -> None:
+        """Allow the user's own mixers to be loaded: those of the command line, and with `trust` the recipe's.
+
+        A recipe names them relative to its own folder. Raises `CliError` (exit 2) for one that is not trusted.
+        """
+        for path, name in list(own_mixer.names_in(self.data)):
+            # the further grids of a sweep are the recipe's also where an option changed what else is in them
+            if self.recipe is not None and (self.comes_from_recipe(path) or path[:2] == ("sweep", "more")):
+                if not trust:
+                    raise own_mixer.untrusted(name, self.recipe.name)
+                name = os.path.join(os.path.dirname(self.recipe.name), name)
+                own_mixer.replace_at(self.data, path, name)
+            own_mixer.allow(name)
+        model, digest = self.data.get("model"), ("model", "code_sha256")
+        if isinstance(model, dict) and not self.comes_from_recipe(("model", "name")) and self.comes_from_recipe(digest):
+            model.pop("code_sha256", None)  # it is of the file that the recipe names
+
     def put(self, path: KeyPath, value: Any, label: str) -> None:
         """Set one value; `label` says where it comes from."""
         section = self.data
@@ -106,8 +123,4 @@ def _split_set(text: str) -> tuple[KeyPath, Any]:
     path = tuple(key.strip().split("."))
     if not equals or not all(path):
         raise CliError(f"--set takes section.key=value, got {text!r}", hint="for example --set model.d_head=64")
-    try:
-        return path, parse_value(value)
-    except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or "it cannot be parsed"
-        raise CliError(f"--set {text}: the value is not valid YAML: {problem}", hint="quote it") from None
+    return path, parse_value(value, f"--set {text}")

@@ -16,7 +16,8 @@ import torch
 from torch import Generator, Tensor
 
 from linattn_cli.kernels import dispatch
-from linattn_cli.kernels.registry import MIXERS, PRIMITIVES, Mixer
+from linattn_cli.kernels.registry import PRIMITIVES, Mixer
+from linattn_cli.own_mixer import find_mixer, is_own
 from linattn_cli.verify_cases import Called, Case, Inputs, Sizes, decays, normal, unit
 
 NUMBERS: dict[str, float] = {"lambda0": 1.0, "ridge": 0.5}
@@ -57,7 +58,7 @@ PAIRS: dict[str, tuple[dict[str, object], ...]] = {
 
 def mixer_cases(names: list[str], *, quick: bool = False) -> list[Case]:
     """The cases of the mixers called `names`; with `quick` no pairs of options."""
-    return [case for name in names for case in _cases_of(MIXERS[name], quick)]
+    return [case for name in names for case in _cases_of(find_mixer(name), quick)]
 
 
 def form_of(mixer: Mixer) -> Callable[..., Any]:
@@ -96,7 +97,8 @@ def _with_companions(mixer: Mixer, options: dict[str, object]) -> dict[str, obje
 
 def _cases_of(mixer: Mixer, quick: bool) -> list[Case]:
     cases = [_case(mixer, options) for options in option_sets(mixer, quick=quick)]
-    cases.append(_case(mixer, {}, groups=2))
+    if not is_own(mixer.name):  # a form of the user's own need not know grouped heads
+        cases.append(_case(mixer, {}, groups=2))
     if "mask" in inspect.signature(form_of(mixer)).parameters:
         cases.append(_case(mixer, {}, padded=True))
     return cases
@@ -198,6 +200,8 @@ def _why_not(mixer: Mixer, options: dict[str, object]) -> Callable[[str, Sizes, 
     def why_not(impl: str, sizes: Sizes, device: str) -> str | None:
         if impl == "scan" and "scan" not in mixer.impls:
             return f"{mixer.name} has no associative scan"
+        if is_own(mixer.name) and impl not in mixer.impls:
+            return f"{mixer.name} has no impl {impl}"
         if impl == "triton":
             if mixer.name == "softmax":
                 return "softmax is torch's SDPA, it has no triton form here"

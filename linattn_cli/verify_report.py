@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from linattn_cli import output
@@ -40,10 +41,15 @@ class Request:
     inject: str | None = None
     published: bool = False
     interpret: bool = False
+    plot: Path | None = None
 
 
 def run(request: Request, doc: Document) -> None:
     """Check what was asked for, and fill the document: rows, summary, tables, and failure if there is one."""
+    if request.plot is not None:
+        from linattn_cli.plotting import check_plot_path
+
+        check_plot_path(request.plot)
     if request.interpret:
         _interpret_triton()
     from contextlib import nullcontext
@@ -51,11 +57,14 @@ def run(request: Request, doc: Document) -> None:
     import torch
 
     from linattn_cli import environment
+    from linattn_cli.experiment import say_what_is_absent
     from linattn_cli.kernels import dispatch
+    from linattn_cli.own_mixer import is_own
     from linattn_cli.recipe import nearest
     from linattn_cli.verify import verify_case
     from linattn_cli.verify_bugs import BUGS, planted
     from linattn_cli.verify_cases import Sizes
+    from linattn_cli.verify_own import verify_layer
 
     if request.inject is not None and request.inject not in BUGS:
         raise CliError(
@@ -97,13 +106,25 @@ def run(request: Request, doc: Document) -> None:
     rows: list[dict[str, Any]] = []
     bug_or_none = planted(request.inject) if request.inject else nullcontext()
     kinds = tuple(getattr(torch, name) for name in dtypes)
-    with bug_or_none, doc.progress(len(cases), "cases") as bar:
+    owns = [name for name in models if is_own(name)]
+    for name in owns:
+        say_what_is_absent(name, doc)
+    with bug_or_none, doc.progress(len(cases) + len(owns), "cases") as bar:
         for case in cases:
             rows += verify_case(case, tuple(forms), kinds, sizes, seed=request.seed, device=str(device))
+            bar.update(1)
+        for name in owns:
+            rows += verify_layer(name, kinds, sizes, seed=request.seed, device=str(device))
             bar.update(1)
         if {"rls", "mesa"} <= set(models) and "chunk" in doc.config["forms"]:
             rows += _twins(sizes, request.seed)
     _report(doc, rows, list(published_rows(request.seed)) if request.published else [], time.monotonic() - started)
+    if request.plot is not None:
+        from linattn_cli import plotting
+        from linattn_cli.verify_plot import picture
+
+        plotting.save(request.plot, picture(doc.config, doc.env, rows))
+        doc.note(f"plot saved in {request.plot}")
     if request.inject and not doc.summary["failed"]:
         doc.warn(f"the planted bug {request.inject} went unnoticed by the {doc.summary['checks']} checks selected")
 
@@ -126,7 +147,7 @@ def _selection(request: Request) -> tuple[list[str], list[Any], list[str]]:
     from linattn_cli.kernels.registry import MIXERS, PRIMITIVES
     from linattn_cli.verify_forms import FORMS
 
-    models = parse_names(request.models or "all", [*PRIMITIVES, *MIXERS], "--models")
+    models = parse_names(request.models or "all", [*PRIMITIVES, *MIXERS], "--models", own=True)
     impls = list(dict.fromkeys(form.impl for form in FORMS if form.impl != "reference"))
     known = list(dict.fromkeys([*impls, *(form.name for form in FORMS)]))
     wanted = parse_names(request.forms or "all", known, "--forms")
@@ -149,11 +170,13 @@ def _sizes(request: Request) -> tuple[int, int]:
 def _cases(models: list[str], *, quick: bool, defaults: bool) -> list[Any]:
     """The cases of the models; with `defaults` the first of each, for lengths at which one takes minutes."""
     from linattn_cli.kernels.registry import MIXERS
+    from linattn_cli.own_mixer import is_own, load
     from linattn_cli.verify_cases import primitive_cases
     from linattn_cli.verify_mixers import mixer_cases
 
     cases = [case for case in primitive_cases() if case.model in models]
-    cases += mixer_cases([name for name in models if name in MIXERS], quick=quick or defaults)
+    proved = [name for name in models if name in MIXERS or (is_own(name) and load(name).has_oracle)]
+    cases += mixer_cases(proved, quick=quick or defaults)
     return list({case.model: case for case in reversed(cases)}.values())[::-1] if defaults else cases
 
 

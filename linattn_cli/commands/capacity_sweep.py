@@ -28,10 +28,12 @@ from linattn_cli.options import (
     StepsOption,
     TargetAccuracyOption,
     TaskOption,
+    TrustOption,
     UpdatesOption,
     parse_arms,
     parse_floats,
     parse_ints,
+    plot_option,
 )
 
 
@@ -53,6 +55,7 @@ def capacity_sweep(
     seeds: SeedsOption = None,
     recipe: RecipeOption = None,
     sets: SetOption = None,
+    trust: TrustOption = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -86,9 +89,7 @@ def capacity_sweep(
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            "--plot", help="Draw accuracy against n_pairs and against state bytes, .png or .svg.", rich_help_panel="Run"
-        ),
+        plot_option("accuracy against n_pairs and against the bytes of the state"),
     ] = None,
     keep_weights: Annotated[
         bool,
@@ -181,5 +182,6 @@ def capacity_sweep(
             keep_weights=keep_weights,
             dry_run=dry_run,
             report=report,
+            trust=trust,
         )
         capacity_run.run(request, doc)

@@ -16,11 +16,13 @@ from linattn_cli.options import (
     NPairsListOption,
     QuietOption,
     SeqLensOption,
+    TrustOption,
     UpdatesOption,
     device_option,
     dtype_option,
     impl_option,
     parse_ints,
+    plot_option,
     require_option,
     seed_option,
 )
@@ -31,6 +33,15 @@ def evaluate(
         Path,
         typer.Argument(metavar="RUN", help="Run folder that `linattn train` saved.", autocompletion=complete_run),
     ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="Your own mixer, where the run was trained with one: path/to/mine.py:MyMixer.",
+            rich_help_panel="Run",
+        ),
+    ] = None,
+    trust: TrustOption = False,
     n_pairs: NPairsListOption = None,
     seq_lens: SeqLensOption = None,
     updates: UpdatesOption = None,
@@ -55,6 +66,18 @@ def evaluate(
     dtype: Annotated[str | None, dtype_option("the run's")] = None,
     impl: Annotated[str | None, impl_option("the run's")] = None,
     require: Annotated[list[str] | None, require_option("eval")] = None,
+    plot: Annotated[Path | None, plot_option("accuracy by size and by distance")] = None,
+    show: Annotated[
+        int,
+        typer.Option(
+            "--show",
+            min=0,
+            max=64,
+            metavar="N",
+            help="Print the first N sequences of each size with what the model answered.",
+            rich_help_panel="Output",
+        ),
+    ] = 0,
     fmt: FormatOption = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -65,13 +88,17 @@ def evaluate(
     Example: linattn eval runs/vla-mqar-1 --n-pairs 4,8,16,32
 
     Every combination of --n-pairs and --seq-lens is a row. Without --seq-lens the trained sizes keep the
-    trained length, others take the shortest legal one. Rows longer than the training sequences are marked.
+    trained length, others take the shortest legal one. Rows longer than the training sequences are marked. With
+    --show the sequences are in the table format, and in JSON as summary.examples.
     """
     with output.command("eval", fmt=fmt, json=json, quiet=quiet, debug=debug) as doc:
         from linattn_cli import heldout
+        from linattn_cli.plotting import check_plot_path
         from linattn_cli.require import check, parse
 
         requirements = parse(require, "eval")
+        if plot is not None:
+            check_plot_path(plot)
         heldout.evaluate_run(
             run,
             doc,
@@ -80,7 +107,11 @@ def evaluate(
             updates=updates,
             examples=examples,
             step=step,
+            plot=plot,
+            show=show,
+            trust=trust,
             overrides={
+                "model.name": model,
                 "seed": seed,
                 "train.device": device,
                 "train.dtype": dtype,

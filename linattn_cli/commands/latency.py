@@ -16,6 +16,7 @@ from linattn_cli.options import (
     QuietOption,
     parse_int,
     parse_names,
+    plot_option,
 )
 
 MODES = ("forward", "train", "decode")
@@ -106,16 +107,16 @@ def latency(
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", help="Save a log-log plot, .png or .svg.", rich_help_panel="Output"),
+        plot_option("time over length in log-log, with the crossovers"),
     ] = None,
     device: DeviceOption = None,
     dtype: Annotated[
         str | None,
         typer.Option(
             "--dtype",
-            help="float32, bfloat16 or float64; states are never less than float32.",
+            help="float32, bfloat16, float16 or float64; states are never less than float32.",
             show_default="float32, on a GPU bfloat16",
-            autocompletion=completions.choices("float32", "bfloat16", "float64"),
+            autocompletion=completions.choices("float32", "bfloat16", "float16", "float64"),
             rich_help_panel="Compute",
         ),
     ] = None,
@@ -140,14 +141,14 @@ def latency(
                 f"linattn latency takes no {action!r}", hint="linattn latency, or linattn latency sweep"
             )
         known = [*MIXERS, *PRIMITIVES]
-        chosen = list(MIXERS) if models == "all" else parse_names(models or MODELS, known, "--models")
+        chosen = list(MIXERS) if models == "all" else parse_names(models or MODELS, known, "--models", own=True)
         impls = parse_names(impl or "auto", IMPLS, "--impl")
         _check_choice("--mode", mode, MODES)
         if not 0 < budget_s < float("inf"):
             raise output.CliError(f"--budget-s must be a positive number of seconds, got {budget_s:g}")
         lengths = None if seq_lens is None else parse_lengths(seq_lens)
         if plot is not None:
-            from linattn_cli.latency_plot import check_plot_path
+            from linattn_cli.plotting import check_plot_path
 
             check_plot_path(plot)
 
@@ -162,6 +163,8 @@ def latency(
         from linattn_cli import latency as bench
         from linattn_cli.latency_cases import Setting
         from linattn_cli.latency_gate import describe
+        from linattn_cli.latency_own import explain
+        from linattn_cli.own_mixer import is_own
 
         setting = Setting(batch, heads or (16 if gpu else 4), d_head, torch_dtype, place, mode)
         plan = bench.Plan(
@@ -188,6 +191,9 @@ def latency(
             "with_fla": with_fla,
             "plot": plot,
         }
+        for model in filter(is_own, chosen):
+            if (said := explain(model)) is not None:
+                doc.log(said)
         ours = dict.fromkeys(arm.impl for arm in plan.arms if not arm.peer)
         doc.begin(device=place, dtype=precision, impl=",".join(ours), seed=setting.seed)
         if no_gate:

@@ -19,6 +19,7 @@ from linattn_cli.options import (
     d_head_option,
     parse_arms,
     parse_ints,
+    plot_option,
     seq_len_option,
 )
 
@@ -88,7 +89,7 @@ def probe_norm(
     sets: SetOption = None,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", help="Save a plot, .png or .svg.", rich_help_panel="Output"),
+        plot_option("states, Jacobians, products and gradients over time"),
     ] = None,
     device: DeviceOption = None,
     dtype: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -30,7 +31,9 @@ from linattn_cli.options import (
     StepsOption,
     TargetAccuracyOption,
     TaskOption,
+    TrustOption,
     UpdatesOption,
+    plot_option,
     require_option,
 )
 
@@ -41,6 +44,7 @@ def train(
     recipe: RecipeOption = None,
     sets: SetOption = None,
     out: OutOption = None,
+    trust: TrustOption = False,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Continue the run folder --out from its last checkpoint.", rich_help_panel="Run"),
@@ -69,6 +73,7 @@ def train(
     dtype: DtypeOption = None,
     impl: ImplOption = None,
     require: Annotated[list[str] | None, require_option("train")] = None,
+    plot: Annotated[Path | None, plot_option("loss and accuracy over the steps")] = None,
     fmt: FormatOption = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -102,10 +107,13 @@ def train(
     }
     with output.command("train", fmt=fmt, json=json, quiet=quiet, debug=debug) as doc:
         from linattn_cli import experiment
+        from linattn_cli.plotting import check_plot_path
         from linattn_cli.require import parse
 
         requirements = parse(require, "train")
+        if plot is not None:
+            check_plot_path(plot, coming=out)
         start = experiment.resolve(
-            recipe=recipe, sets=sets, overrides=overrides, out=out, resume=resume, from_step=from_step
+            recipe=recipe, sets=sets, overrides=overrides, out=out, resume=resume, from_step=from_step, trust=trust
         )
-        experiment.train(start, doc, out=out, requirements=requirements)
+        experiment.train(start, doc, out=out, requirements=requirements, plot=plot)
