@@ -3,99 +3,118 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from linattn_cli import plotting
 from linattn_cli.capacity_report import across_of, further_names
+from linattn_cli.plotting import GREY, Look, Panel, Picture
+from linattn_cli.train_plot import task_of
 
 Row = dict[str, Any]
 
+_LABELS = {
+    "n_pairs": "key-value pairs (n_pairs)",
+    "updates": "keys assigned again (updates)",
+    "seq_len": "seq_len (tokens)",
+    "d_head": "dimension of a head (d_head)",
+}
 
-def save_plot(path: Path, found: Sequence[Row], *, title: str) -> None:
+
+def picture(config: Mapping[str, Any], env: Mapping[str, Any], found: Sequence[Row]) -> Picture:
     """Draw the groups of `capacity_report.groups`: means as lines, the range over seeds as a band.
 
     The left panel is over n_pairs, or over what else varies first where that does not.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows = [row for row in found if row["accuracy_mean"] is not None]
     across = across_of(rows)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained", sharey=True)
     lines = _lines(rows, across)
-    colours = _colours(lines)
+    looks = plotting.looks(lines)
+    task, train = config["task"], config["train"]
+    varied = {name for name in ("n_pairs", "seq_len", "updates") if len({row.get(name) for row in rows}) > 1}
+    seeds = sorted({row["seeds"] for row in rows})
+    settings = {
+        "vocab_size": task.get("vocab_size"),
+        "d_model": config["model"].get("d_model"),
+        "layers": config["model"].get("layers"),
+        "steps at most": train.get("steps"),
+        "target accuracy": train.get("target_accuracy"),
+        "batch size": train.get("batch_size"),
+        "seeds a point": seeds if len(seeds) > 1 else (seeds or [None])[0],
+        "rates tried": max((row["lrs"] for row in rows), default=None),
+        "band": "least to largest over seeds" if any(count > 1 for count in seeds) else None,
+    }
+    fixed = {name: value for name, value in task.items() if name not in varied}
+    title = f"Accuracy on {task_of({'task': fixed})} at the best learning rate, chosen on validation data"
+    return Picture(
+        title=title,
+        caption=plotting.caption(settings, env),
+        panels=[
+            Panel(f"By {across}", lambda axes: _draw_across(axes, lines, looks, across, rows)),
+            Panel(f"By size of the state (figures: {across})", lambda axes: _draw_state(axes, lines, looks, across)),
+        ],
+    )
+
+
+def _draw_across(
+    axes: Any, lines: Mapping[str, list[Row]], looks: Mapping[str, Look], across: str, rows: Sequence[Row]
+) -> None:
     for name, line in lines.items():
-        line.sort(key=lambda row: row[across] or 0)
-        colour, dashes = colours[name]
         places = [row[across] or 0 for row in line]
         means, low, high = ([row[f"accuracy_{which}"] for row in line] for which in ("mean", "min", "max"))
-        left.plot(places, means, marker="o", markersize=4, label=name, color=colour, linestyle=dashes)
-        left.fill_between(places, low, high, alpha=0.15, color=colour, linewidth=0)
-        spread = [[mean - end for mean, end in zip(means, low, strict=True)]]
-        spread.append([end - mean for mean, end in zip(means, high, strict=True)])
-        sizes = [row["state_bytes"] for row in line]
-        right.errorbar(
-            sizes,
-            means,
-            yerr=spread,
-            marker="o",
-            markersize=5,
-            color=colour,
-            linestyle=dashes,
-            linewidth=0.6,
-            capsize=2,
-        )
-        for size, mean, place in zip(sizes, means, places, strict=True):
-            right.annotate(
-                str(place), (size, mean), textcoords="offset points", xytext=(4, 3), fontsize=6, color=colour
+        axes.plot(places, means, label=name, **looks[name])
+        axes.fill_between(places, low, high, alpha=0.15, color=looks[name]["color"], linewidth=0)
+    chances = {row[across]: row["chance_pairs"] for row in rows if row["chance_pairs"] is not None}
+    if across == "n_pairs" and len(chances) > 1:
+        places = sorted(chances)
+        style: Look = {"color": GREY, "linestyle": plotting.DASHES[1], "linewidth": 1.0}
+        axes.plot(places, [chances[n] for n in places], label="chance, 1/n_pairs", **style)
+    _scale(axes, [row[across] for row in rows if row[across]])
+    axes.set_xlabel(_LABELS[across])
+    axes.set_ylabel("held-out accuracy")
+
+
+def _draw_state(axes: Any, lines: Mapping[str, list[Row]], looks: Mapping[str, Look], across: str) -> None:
+    for name, line in lines.items():
+        with_state = [row for row in line if row["state_bytes"]]
+        if not with_state:
+            continue
+        sizes = [row["state_bytes"] for row in with_state]
+        means = [row["accuracy_mean"] for row in with_state]
+        spread = [
+            [row["accuracy_mean"] - row["accuracy_min"] for row in with_state],
+            [row["accuracy_max"] - row["accuracy_mean"] for row in with_state],
+        ]
+        thin = looks[name] | {"linewidth": 0.7}
+        axes.errorbar(sizes, means, yerr=spread, capsize=2, **thin)
+        _annotate(axes, sizes, means, [row[across] for row in with_state], looks[name]["color"])
+    sizes = sorted({row["state_bytes"] for line in lines.values() for row in line if row["state_bytes"]})
+    _scale(axes, sizes, bytes_=True)
+    axes.set_xlabel("state of a sequence, measured (KiB)")
+    axes.set_ylabel("held-out accuracy")
+
+
+def _annotate(axes: Any, sizes: Sequence[float], means: Sequence[float], places: Sequence[Any], colour: str) -> None:
+    """Name points by their place; those of nearly the same height at one size would overprint each other."""
+    drawn: list[tuple[float, float]] = []
+    for size, mean, place in sorted(zip(sizes, means, places, strict=True), key=lambda point: -point[1]):
+        if all(size != other or abs(mean - height) > 0.045 for other, height in drawn):
+            drawn.append((size, mean))
+            axes.annotate(
+                f"{place}", (size, mean), textcoords="offset points", xytext=(5, -8), fontsize=7, color=colour
             )
-    _draw_chance(left, rows, across)
-    left.set_xlabel(across)
-    left.set_ylabel("held-out accuracy (band: least to largest over seeds)")
-    right.set_xlabel(f"bytes of state, measured (the number at a point is {across})")
-    _scale(left, sorted({row[across] for row in rows if row[across]}))
-    _scale(right, [])
-    if lines:
-        left.legend(fontsize=8)
-    figure.suptitle(title)
-    try:
-        figure.savefig(path, dpi=150)
-    finally:
-        pyplot.close(figure)
 
 
-def _colours(lines: Iterable[str]) -> dict[str, tuple[Any, str]]:
-    """Colour by model, black for softmax; dashes tell the other settings of one model apart."""
-    import itertools
-
-    from matplotlib import color_sequences
-
-    palette = itertools.cycle(color_sequences["tab10"])
-    dashes = ("-", "--", ":", "-.")
-    colours: dict[str, Any] = {"softmax": "black"}
-    seen: dict[str, int] = defaultdict(int)
-    found = {}
-    for name in lines:
-        model = name.partition(", ")[0]
-        if model not in colours:
-            colours[model] = next(palette)
-        found[name] = colours[model], dashes[seen[model] % len(dashes)]
-        seen[model] += 1
-    return found
-
-
-def _scale(axes: Any, ticks: Sequence[float]) -> None:
+def _scale(axes: Any, ticks: Sequence[float], *, bytes_: bool = False) -> None:
     """Logarithmic to base 2 where that is possible, with the sizes that were run as ticks."""
-    if all(value > 0 for line in axes.get_lines() for value in line.get_xdata()):
-        axes.set_xscale("log", base=2)
-    if ticks:
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.minorticks_off()
-    axes.set_ylim(-0.03, 1.03)
-    axes.grid(True, alpha=0.25)
+    if ticks and all(tick > 0 for tick in ticks):
+        plotting.power_ticks(axes.xaxis, ticks)
+        if bytes_:
+            shown = axes.get_xticks()
+            axes.set_xticks(shown, [f"{size / 1024:.3g}" for size in shown])
+        if len(set(ticks)) == 1:
+            axes.set_xlim(ticks[0] / 2, ticks[0] * 2)
+    plotting.accuracy_axis(axes)
 
 
 def _lines(rows: Sequence[Row], across: str) -> dict[str, list[Row]]:
@@ -104,11 +123,4 @@ def _lines(rows: Sequence[Row], across: str) -> dict[str, list[Row]]:
     lines: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         lines[", ".join([row["model"], *(f"{name} {row[name]}" for name in names)])].append(row)
-    return lines
-
-
-def _draw_chance(axes: Any, rows: Sequence[Row], across: str) -> None:
-    chances = {row[across]: row["chance_pairs"] for row in rows if row["chance_pairs"] is not None}
-    if across == "n_pairs" and len(chances) > 1:
-        places = sorted(chances)
-        axes.plot(places, [chances[n] for n in places], color="grey", linestyle="--", label="chance: 1/n_pairs")
+    return {name: sorted(line, key=lambda row: row[across] or 0) for name, line in lines.items()}

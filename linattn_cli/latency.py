@@ -63,9 +63,11 @@ def run(plan: Plan, doc: output.Document) -> None:
             said if doc.fmt in ("table", "markdown") else _as_mapping(found, said)
         )
     if plan.plot is not None:
-        from linattn_cli.latency_plot import save_plot
+        from linattn_cli import plotting
+        from linattn_cli.latency_plot import picture
 
-        save_plot(plan.plot, rows + bench.bisected, crossovers, title=describe(plan.setting))
+        tokens = {name: found.tokens for name, found in crossovers.items()}
+        plotting.save(plan.plot, picture(doc.config, doc.env, rows + bench.bisected, tokens))
         doc.note(f"plot saved in {plan.plot}")
     _warn_of_noise(doc)
     _conclude(doc, rows)

@@ -2,77 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from linattn_cli.crossover import Crossover
-from linattn_cli.output import CliError
+from linattn_cli import plotting
+from linattn_cli.plotting import Panel, Picture
 
-SUFFIXES = (".png", ".svg")
-
-
-def check_plot_path(path: Path) -> None:
-    """Raise before anything is timed where a plot could not be saved; `CliError` names the remedy."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise CliError(f"--plot must end in .png or .svg, got {path.name!r}", hint="--plot latency.png")
-    if path.is_dir():
-        raise CliError(f"--plot {path} is a folder", hint="give the name of a file")
-    if not path.parent.is_dir():
-        raise CliError(f"--plot: there is no folder {path.parent}", hint=f"mkdir -p {path.parent}", kind="file")
+Row = dict[str, Any]
 
 
-def save_plot(path: Path, rows: list[dict[str, Any]], crossovers: Mapping[str, Crossover], *, title: str) -> None:
-    """Draw the medians with their 10 % to 90 % range, and a mark where an arm meets softmax."""
-    import matplotlib
+def picture(
+    config: Mapping[str, Any], env: Mapping[str, Any], rows: Sequence[Row], crossovers: Mapping[str, int | None]
+) -> Picture:
+    """Draw medians with their 10 % to 90 % range, and a star where an arm meets softmax.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    crossovers  tokens by arm (`vla chunk`); None where there is none
+    """
+    settings = {name: config.get(name) for name in ("mode", "batch", "heads", "d_head", "repetitions")}
+    # env names every implementation at once; here each line has its own.
+    where = {name: value for name, value in env.items() if name not in ("impl", "seed")}
+    what = {"forward": "Forward", "train": "Forward and backward", "decode": "Decoding one token"}
+    return Picture(
+        title=f"{what.get(config['mode'], config['mode'])}: time over length",
+        caption=plotting.caption(settings, where) + " · band: 10 % to 90 % of the repetitions",
+        panels=[Panel("Milliseconds over tokens", lambda axes: _draw(axes, rows, crossovers, config["mode"]))],
+    )
 
-    figure, axes = pyplot.subplots(figsize=(8, 5.5), layout="constrained")
+
+def _draw(axes: Any, rows: Sequence[Row], crossovers: Mapping[str, int | None], mode: str) -> None:
     curves = _curves(rows)
-    lines = {}
+    looks = plotting.looks(curves)
     for name, points in curves.items():
         lengths = [row["seq_len"] for row in points]
         low, middle, high = ([row[f"latency_ms_p{p}"] for row in points] for p in (10, 50, 90))
-        softmax = name.startswith("softmax")
-        style: dict[str, Any] = {"color": "black", "linewidth": 2.2} if softmax else {}
-        (lines[name],) = axes.plot(lengths, middle, marker="o", markersize=4, label=name, **style)
-        axes.fill_between(lengths, low, high, alpha=0.15, color=lines[name].get_color(), linewidth=0)
-    softmax_name = next((name for name in curves if name.startswith("softmax")), None)
-    for name, found in crossovers.items():
-        if found.tokens is None or name not in lines or softmax_name is None:
-            continue
-        height = _at(curves[softmax_name], found.tokens)
-        colour = lines[name].get_color()
-        axes.plot([found.tokens], [height], marker="*", markersize=15, color=colour, markeredgecolor="black", zorder=5)
+        axes.plot(lengths, middle, label=name, **looks[name])
+        axes.fill_between(lengths, low, high, alpha=0.12, color=looks[name]["color"], linewidth=0)
+    _mark(axes, curves, looks, crossovers)
+    asked = [row["seq_len"] for points in curves.values() for row in points]
+    if asked:
+        plotting.log_axis(axes.yaxis)
+        plotting.power_ticks(axes.xaxis, asked)
+    axes.set_xlabel("context (tokens)" if mode == "decode" else "sequence length (tokens)")
+    axes.set_ylabel("ms a token, median" if mode == "decode" else "ms a call, median")
+
+
+def _mark(
+    axes: Any,
+    curves: Mapping[str, list[Row]],
+    looks: Mapping[str, plotting.Look],
+    crossovers: Mapping[str, int | None],
+) -> None:
+    softmax = next((name for name in curves if name.startswith("softmax")), None)
+    marked = {name: tokens for name, tokens in crossovers.items() if tokens is not None and name in curves}
+    if marked:
+        style = {"marker": "*", "markersize": 11, "color": "white", "markeredgecolor": "black", "linestyle": "none"}
+        axes.plot([], [], label="where it meets softmax", **style)
+    for number, (name, tokens) in enumerate(sorted(marked.items(), key=lambda pair: pair[1])):
+        assert softmax is not None
+        height = _at(curves[softmax], tokens)
+        colour = looks[name]["color"]
+        style = {"marker": "*", "markersize": 13, "color": colour, "markeredgecolor": "black", "zorder": 5}
+        axes.plot([tokens], [height], linestyle="none", **style)
+        # Turns about, so that the figures of neighbours do not meet.
+        below = number % 2 == 0
         axes.annotate(
-            f"{found.tokens}", (found.tokens, height), textcoords="offset points", xytext=(6, -14), fontsize=9
+            f"{tokens}",
+            (tokens, height),
+            textcoords="offset points",
+            xytext=(7, -12) if below else (-7, 7),
+            ha="left" if below else "right",
+            fontsize=8,
+            color=colour,
+            path_effects=plotting.halo(),
         )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("ms, median (band: 10 % to 90 %)")
-    axes.set_title(title)
-    axes.grid(True, which="both", alpha=0.25)
-    if lines:
-        axes.legend(fontsize=9)
-    try:
-        figure.savefig(path, dpi=150)
-    finally:
-        pyplot.close(figure)
 
 
-def _curves(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def _curves(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """The rows of each arm in order of length, one a length; the bisections may have timed softmax twice at one."""
-    curves: dict[str, dict[int, dict[str, Any]]] = {}
+    curves: dict[str, dict[int, Row]] = {}
     for row in rows:
         if row["latency_ms_p50"] is not None:
             curves.setdefault(f"{row['model']} {row['impl']}", {}).setdefault(row["seq_len"], row)
     return {name: [points[length] for length in sorted(points)] for name, points in curves.items()}
 
 
-def _at(points: list[dict[str, Any]], tokens: int) -> float:
+def _at(points: Sequence[Row], tokens: int) -> float:
     """The height of a curve at a length, along the straight lines that the plot draws in log-log."""
     import numpy as np
 

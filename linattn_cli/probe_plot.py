@@ -2,64 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from linattn_cli.probe_blowup import BlowUp
-from linattn_cli.probe_measure import Measurement
+from linattn_cli import plotting
+from linattn_cli.plotting import DASHES, GREY, Panel, Picture, present
+
+Row = dict[str, Any]
 
 
-def save_plot(path: Path, measurements: Sequence[Measurement], blown: BlowUp | None, *, title: str) -> None:
-    """Draw four panels, one colour a subject; tensors of a state beyond the first are dashed or dotted."""
-    import matplotlib
+def picture(config: Mapping[str, Any], env: Mapping[str, Any], rows: Sequence[Row], summary: Row) -> Picture:
+    """Draw the `series` of rows, one look a subject, and what is not normalised where `summary` has it.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, ((states, norms), (products, gradients)) = pyplot.subplots(2, 2, figsize=(12, 8.5), layout="constrained")
-    styles = ("-", "--", ":", "-.")
-    shown = [m for m in measurements if m.jacobians is not None and m.state is not None and m.flow is not None]
-    for index, m in enumerate(shown):
-        assert m.jacobians is not None
-        assert m.state is not None
-        assert m.flow is not None
-        look: dict[str, Any] = {"color": f"C{index % 10}", "linestyle": "-" if index < 10 else "--"}
-        for number, name in enumerate(n for n in m.state.over_time if n[0].isupper()):
-            line = m.state.mean(name)
-            style = look | {"linestyle": styles[number % len(styles)]}
-            states.plot(range(1, len(line) + 1), line, label=f"{_name(m)} {name}", linewidth=1.2, **style)
-        norms.plot(m.jacobians.steps, m.jacobians.norms.amax(1), linewidth=1.2, label=_name(m), **look)
-        logs = m.jacobians.products.largest
-        products.plot(list(logs), list(logs.values()), marker="o", markersize=3, label=_name(m), **look)
-        flow = m.flow.norms
-        gradients.plot(list(flow), list(flow.values()), marker="o", markersize=3, label=_name(m), **look)
-    if blown is not None:
-        count = range(1, len(blown.repeated) + 1)
-        products.plot(count, blown.repeated, color="black", label="not normalised, one raw key")
-        products.plot(count, blown.random, color="black", linestyle=":", label="not normalised, random raw keys")
-    for axes, what, label in (
-        (states, "Frobenius norm of the state", "tokens"),
-        (norms, "spectral norm of the Jacobian of a step", "tokens"),
-        (products, "log10 of the norm of a product of n Jacobians", "n"),
-        (gradients, "d(output at T)/d(state n tokens before its end)", "n"),
-    ):
-        axes.set_xscale("log")
-        axes.set_title(what, fontsize=10)
-        axes.set_xlabel(label)
-        axes.grid(True, which="both", alpha=0.25)
-    for axes in (states, norms, gradients):
-        axes.set_yscale("log")
-    for axes in (states, products):
-        if axes.get_lines():
-            axes.legend(fontsize=7)
-    figure.suptitle(title)
-    try:
-        figure.savefig(path, dpi=150)
-    finally:
-        pyplot.close(figure)
+    Panels: norms of states (tensors beyond the first dashed or dotted), of the Jacobian of a step, of products of
+    Jacobians, and of gradients of the output with respect to earlier states.
+    """
+    shown = [row for row in rows if "series" in row and "jacobian_norm" in row["series"]]
+    names = [_name(row, rows) for row in shown]
+    looks = plotting.looks(names)
+    series = [(name, row["series"]) for name, row in zip(names, shown, strict=True)]
+    source = config["source"]
+    settings = {
+        "source": source,
+        "seq_len": config.get("seq_len"),
+        "heads": config.get("heads"),
+        "d_head": config.get("d_head"),
+        "seeds": config.get("seeds"),
+    }
+    raw = summary.get("unnormalised_log10_by_step")
+    return Picture(
+        title="States and their Jacobians over time",
+        caption=plotting.caption(settings, env),
+        panels=[
+            Panel("Frobenius norm of the state", lambda axes: _draw_states(axes, series, looks)),
+            Panel("Spectral norm of the Jacobian of a step", lambda axes: _draw_norms(axes, series, looks)),
+            Panel("Product of n Jacobians", lambda axes: _draw_products(axes, series, looks, raw)),
+            Panel("Gradient of the last output", lambda axes: _draw_gradients(axes, series, looks)),
+        ],
+    )
 
 
-def _name(m: Measurement) -> str:
-    layer = "" if m.subject.layer is None else f" layer {m.subject.layer}"
-    return f"{m.subject.model}{layer}, seed {m.subject.seed}" if m.subject.seed else f"{m.subject.model}{layer}"
+def _draw_states(axes: Any, series: Sequence[tuple[str, Row]], looks: Mapping[str, plotting.Look]) -> None:
+    for name, found in series:
+        tensors = [tensor for tensor in found.get("state_norm", {}) if tensor[0].isupper()]
+        for number, tensor in enumerate(tensors):
+            points = present(zip(found["steps"], found["state_norm"][tensor], strict=True))
+            style = plotting.line_only(looks[name])
+            style["linestyle"] = looks[name]["linestyle"] if number == 0 else DASHES[number % len(DASHES)]
+            if points:
+                axes.plot(*zip(*points, strict=True), **style)
+                if len(tensors) > 1:
+                    x, y = points[-1]
+                    axes.annotate(
+                        tensor,
+                        (x, y),
+                        textcoords="offset points",
+                        xytext=(3, 0),
+                        fontsize=7,
+                        va="center",
+                        color=style["color"],
+                    )
+    _time(axes, "tokens read", "norm, mean over heads")
+
+
+def _draw_norms(axes: Any, series: Sequence[tuple[str, Row]], looks: Mapping[str, plotting.Look]) -> None:
+    for name, found in series:
+        points = present(zip(found["jacobian_steps"], found["jacobian_norm"], strict=True))
+        if points:
+            every = max(1, len(points) // 8)
+            axes.plot(*zip(*points, strict=True), label=name, markevery=every, **looks[name] | {"linewidth": 1.0})
+    axes.axhline(1.0, color=GREY, linewidth=1.0, linestyle=DASHES[1])
+    _time(axes, "step t (tokens)", "largest over heads")
+    plotting.log_axis(axes.yaxis)
+
+
+def _draw_products(
+    axes: Any, series: Sequence[tuple[str, Row]], looks: Mapping[str, plotting.Look], raw: Row | None
+) -> None:
+    for name, found in series:
+        points = present(zip(found["product_steps"], found["product_norm_log10"], strict=True))
+        if points:
+            axes.plot(*zip(*points, strict=True), **looks[name])
+    for key, label, dashes in (("repeated_key", "one raw key", "-"), ("random_keys", "random raw keys", DASHES[2])):
+        if raw is not None:
+            points = present(enumerate(raw[key], start=1))
+            style = {"color": plotting.BLACK, "linestyle": dashes, "label": f"vla not normalised, {label}"}
+            axes.plot(*zip(*points, strict=True), **style)
+    axes.set_xscale("log")
+    axes.set_xlabel("n (tokens)")
+    axes.set_ylabel("log10 of the spectral norm")
+
+
+def _draw_gradients(axes: Any, series: Sequence[tuple[str, Row]], looks: Mapping[str, plotting.Look]) -> None:
+    for name, found in series:
+        points = present(zip(found.get("gradient_steps", ()), found.get("gradient_norm", ()), strict=True))
+        points = [(x, y) for x, y in points if y > 0]
+        if points:
+            axes.plot(*zip(*points, strict=True), **looks[name])
+    _time(axes, "n (tokens)", "d(output at T) / d(state n before its end)")
+
+
+def _time(axes: Any, along: str, label: str) -> None:
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel(along)
+    axes.set_ylabel(label)
+
+
+def _name(row: Row, rows: Sequence[Row]) -> str:
+    """The model, and layer, run and seed where those tell subjects apart."""
+    words = [row["model"]]
+    words += [f"layer {row['layer']}"] if row["layer"] is not None else []
+    words += [row["source"]] if len({other["source"] for other in rows}) > 1 else []
+    words += [f"seed {row['seed']}"] if len({other["seed"] for other in rows}) > 1 else []
+    return " ".join(words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +15,7 @@ from linattn_cli.options import (
     JsonOption,
     QuietOption,
     d_head_option,
+    plot_option,
     seq_len_option,
 )
 
@@ -93,6 +95,7 @@ def verify_scan(
         ),
     ] = False,
     device: DeviceOption = None,
+    plot: Annotated[Path | None, plot_option("the error of every check by form, against its budget")] = None,
     fmt: FormatOption = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
@@ -122,5 +125,6 @@ def verify_scan(
             inject=inject,
             published=published,
             interpret=interpret,
+            plot=plot,
         )
         run(request, doc)

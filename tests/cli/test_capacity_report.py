@@ -185,18 +185,23 @@ def test_a_table_at_one_rate_leaves_out_groups_without_it(rows):
     assert [(row["n_pairs"], row["accuracy_mean"]) for row in report.groups_at(found, 0.1)] == [(4, 0.1)]
 
 
-def test_the_plot_has_a_line_a_model(rows, tmp_path):
-    from linattn_cli.capacity_plot import save_plot
+def drawn(path, found):
+    from linattn_cli import plotting
+    from linattn_cli.capacity_plot import picture
 
+    config = RunConfig().model_dump(mode="json")
+    plotting.save(path, picture(config, {"device_name": "a CPU"}, found))
+    return plotting.svgs(picture(config, {}, found), "p")
+
+
+def test_the_plot_has_a_line_a_model(rows, tmp_path):
     found = report.groups(rows(lambda cell: reached(), models=["softmax", "vla"], n_pairs=[4, 8], seeds=[0, 1]))
-    for name in ("plot.png", "plot.svg"):
-        save_plot(tmp_path / name, found, title="a title")
-        assert (tmp_path / name).stat().st_size > 5000
-    assert "n_pairs" in (tmp_path / "plot.svg").read_text()
+    (_, across), (_, size) = drawn(tmp_path / "plot.png", found)
+    assert (tmp_path / "plot.png").stat().st_size > 5000
+    for text in ("key-value pairs (n_pairs)", ">softmax<", ">vla<", "1/n_pairs"):
+        assert text in across
+    assert "KiB" in size
 
 
 def test_a_plot_of_nothing_finished_is_still_a_plot(rows, tmp_path):
-    from linattn_cli.capacity_plot import save_plot
-
-    save_plot(tmp_path / "plot.png", report.groups(rows(lambda cell: None)), title="empty")
-    assert (tmp_path / "plot.png").exists()
+    assert len(drawn(tmp_path / "plot.png", report.groups(rows(lambda cell: None)))) == 2
