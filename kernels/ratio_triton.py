@@ -154,7 +154,7 @@ def edge_sums(x: Tensor, weight: Tensor | None, initial: Tensor | None, heads: i
     launch(
         carry_kernel, (B * H, 1),
         sums, sums, sums if initial is None else initial.contiguous(), starts, last, supers,
-        SIZE=K, BLOCK=block, DECAY=False, INITIAL=initial is not None, REVERSE=reverse, num_warps=1,
+        SIZE=K, BLOCK=block, DECAY=False, INITIAL=initial is not None, REVERSE=reverse, END=False, num_warps=1,
     )  # fmt: skip
     return starts, last
 

@@ -315,8 +315,12 @@ def outer_sum_kernel(
 def carry_kernel(
     p_sum, p_total, p_initial, p_start, p_final, supers,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, DECAY: tl.constexpr, INITIAL: tl.constexpr, REVERSE: tl.constexpr,
+    END: tl.constexpr,
 ):  # fmt: skip
-    """States at the edges: `start_i` enters super-chunk i, `start_{i+1} = decay_i start_i + sum_i`."""
+    """States at the edges: `start_i` enters super-chunk i, `start_{i+1} = decay_i start_i + sum_i`.
+
+    END: the last state is also stored after the starts, as one more edge (of a scan that is not reversed).
+    """
     i_h, i_x = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_x = i_x * BLOCK + tl.arange(0, BLOCK)
     keep = o_x < SIZE
@@ -326,11 +330,14 @@ def carry_kernel(
     for n in range(supers):
         i_s = i_h * supers + (supers - 1 - n if REVERSE else n)
         b_sum = tl.load(p_sum + i_s * SIZE + o_x, mask=keep, other=0.0)
-        tl.store(p_start + i_s * SIZE + o_x, b_S, mask=keep)
+        i_edge = i_s + i_h if END else i_s
+        tl.store(p_start + i_edge * SIZE + o_x, b_S, mask=keep)
         if DECAY:
             b_S *= tl.load(p_total + i_s)
         b_S += b_sum
     tl.store(p_final + i_h * SIZE + o_x, b_S, mask=keep)
+    if END:
+        tl.store(p_start + (i_h * (supers + 1) + supers) * SIZE + o_x, b_S, mask=keep)
 
 
 def edge_states(
@@ -344,15 +351,19 @@ def edge_states(
     *,
     exclusive: bool = False,
     reverse: bool = False,
+    end: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The states entering every super-chunk, `[B, H, N, K, V]`, and the one leaving the last, `[B, H, K, V]`."""
+    """The states entering every super-chunk, `[B, H, N, K, V]`, and the one leaving the last, `[B, H, K, V]`.
+
+    With `end` the first are `[B, H, N + 1, K, V]`, the last state after them.
+    """
     B, T, Q, K = k.shape
     V = v.shape[3]
     chunks, length, supers = split
     options: dict[str, Any] = {"dtype": torch.float32, "device": k.device}
-    starts = torch.empty(B, heads, supers, K, V, **options)
+    starts = torch.empty(B, heads, supers + end, K, V, **options)
     final = torch.empty(B, heads, K, V, **options)
-    sums = torch.empty_like(starts)
+    sums = torch.empty(B, heads, supers, K, V, **options)
     totals = torch.empty(B, heads, supers, **options) if log_decay is not None else sums
     launch(
         outer_sum_kernel, (supers * B * heads, ceil_div(V, blocks.BV)),
@@ -368,7 +379,7 @@ def edge_states(
         carry_kernel, (B * heads, ceil_div(K * V, block)),
         sums, totals, sums if initial is None else initial, starts, final, supers,
         SIZE=K * V, BLOCK=block, DECAY=log_decay is not None, INITIAL=initial is not None, REVERSE=reverse,
-        num_warps=4,
+        END=end, num_warps=4,
     )  # fmt: skip
     return starts, final
 

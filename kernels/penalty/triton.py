@@ -69,8 +69,7 @@ def penalty_forward(u, k, mass, inverse, lambda0, chunk, norm=None):
     blocks, split = _plan(u, chunk, given)
     _, length, supers = split
     x, final_inverse, inverses, w, added = _outputs(u, k, chunk, given)
-    edges, final_mass = edge_states(u, u, None, mass, H, blocks, split)
-    masses = torch.cat((edges, final_mass.unsqueeze(2)), dim=2)
+    masses, final_mass = edge_states(u, u, None, mass, H, blocks, split, end=True)
     if K > WIDEST:
         assert norm is None
         x, w, inverses = wide_gain(u, k, masses, lambda0)
@@ -78,8 +77,7 @@ def penalty_forward(u, k, mass, inverse, lambda0, chunk, norm=None):
     if given:
         inverses.copy_(inverse.unsqueeze(2))
     else:
-        _invert(masses, inverses, lambda0)
-        final_inverse.copy_(inverses[:, :, -1])
+        _invert(masses, inverses, final_inverse, lambda0)
     warps = _warps(blocks.BK)
     launch(
         downdate_kernel, (supers * B * H,),
@@ -100,13 +98,13 @@ _penalty_gain = torch.library.custom_op(
 )
 
 
-def _invert(masses: Tensor, inverses: Tensor, lambda0: float) -> None:
-    """Fill `inverses` with `(lambda0 I + P)^-1` of masses `[..., K, K]`."""
-    K = masses.shape[-1]
+def _invert(masses: Tensor, inverses: Tensor, last: Tensor, lambda0: float) -> None:
+    """Fill `inverses` with `(lambda0 I + P)^-1` of masses `[..., N, K, K]`, and `last` with those of the N-th."""
+    edges, K = masses.shape[-3:-1]
     BK = padded(K)
     launch(
         inverse_kernel, (masses.numel() // (K * K),),
-        masses, inverses, lambda0, K=K, BK=BK, num_warps=4 if BK <= 64 else 8,
+        masses, inverses, last, lambda0, edges, K=K, BK=BK, num_warps=4 if BK <= 64 else 8,
     )  # fmt: skip
 
 
@@ -116,7 +114,7 @@ def penalty_inverse(mass, lambda0):
     if mass.shape[-1] > WIDEST:
         return library_inverse(mass, lambda0)
     inverse = torch.empty(mass.shape, dtype=torch.float32, device=mass.device)
-    _invert(mass.contiguous(), inverse, lambda0)
+    _invert(mass.contiguous().unsqueeze(-3), inverse, inverse, lambda0)
     return inverse
 
 

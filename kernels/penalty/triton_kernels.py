@@ -64,13 +64,16 @@ def unit_lower_inverse(b_G, C: tl.constexpr):
 
 
 @kernel
-def inverse_kernel(p_mass, p_inverse, lambda0, K: tl.constexpr, BK: tl.constexpr):
-    """`(lambda0 I + P)^-1` of every mass."""
+def inverse_kernel(p_mass, p_inverse, p_last, lambda0, edges, K: tl.constexpr, BK: tl.constexpr):
+    """`(lambda0 I + P)^-1` of every mass; of `edges` masses a head the inverse of the last is stored twice."""
     i_p = tl.program_id(0).to(tl.int64)
     o_k = tl.arange(0, BK)
     b_M = load_matrix(p_mass + i_p * K * K, o_k, K, K, o_k, K, 1)
     b_M += tl.where(o_k[:, None] == o_k[None, :], lambda0, 0.0)
-    store_matrix(p_inverse + i_p * K * K, spd_inverse(b_M, BK), o_k, K, K, o_k, K)
+    b_A = spd_inverse(b_M, BK)
+    store_matrix(p_inverse + i_p * K * K, b_A, o_k, K, K, o_k, K)
+    if i_p % edges == edges - 1:
+        store_matrix(p_last + i_p // edges * K * K, b_A, o_k, K, K, o_k, K)
 
 
 @kernel
