@@ -5,6 +5,7 @@ Nothing heavy is imported here or at the top of a command's module, so that help
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import re
@@ -17,12 +18,14 @@ from typer.completion import completion_init
 
 from linattn_cli import __version__, output
 from linattn_cli.commands.capacity_sweep import capacity_sweep
+from linattn_cli.commands.compare import compare
 from linattn_cli.commands.completion import completion
 from linattn_cli.commands.doctor import doctor
 from linattn_cli.commands.eval import evaluate
 from linattn_cli.commands.latency import latency
 from linattn_cli.commands.list import list_
 from linattn_cli.commands.probe_norm import probe_norm
+from linattn_cli.commands.report import report
 from linattn_cli.commands.schema import schema
 from linattn_cli.commands.task import task_app
 from linattn_cli.commands.train import train
@@ -71,6 +74,8 @@ def _help_without_subcommand(context: typer.Context) -> None:
 
 app.command("train")(train)
 app.command("eval")(evaluate)
+app.command("compare")(compare)
+app.command("report")(report)
 app.command("verify-scan")(verify_scan)
 app.command("latency")(latency)
 app.command("probe-norm")(probe_norm)
@@ -115,10 +120,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """A stream that the caller closed (`>&-`) swallows what is written to it."""
+    """A stream that the caller closed (`>&-`) swallows what is written to it; none fails for a character."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
+        stream = getattr(sys, name)
+        if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - held until the end
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")  # a file's name need not be valid text
 
 
 def _nearest_command(message: str, context: Any) -> str:

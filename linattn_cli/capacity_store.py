@@ -11,6 +11,7 @@ This module imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import shutil
@@ -25,7 +26,8 @@ from linattn_cli.capacity_cell import Outcome
 from linattn_cli.config import RunConfig, dump_recipe
 from linattn_cli.experiment import record_recipe
 from linattn_cli.output import CliError, write_stderr
-from linattn_cli.runs import RunFolder, make_numbered, storage_errors, write_atomic
+from linattn_cli.recipe import read_recipe
+from linattn_cli.runs import RunFolder, make_numbered, newer_format, storage_errors, write_atomic
 
 DATABASE = "sweep.sqlite"
 RECIPE = "sweep.yaml"
@@ -125,9 +127,7 @@ class SweepFolder:
                 (path / RUNS).mkdir()
             write_atomic(path / RECIPE, dump_recipe(config))
             folder = cls(path, lock, _open(path / DATABASE))
-            columns = ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())
-            folder._write(f"CREATE TABLE cells ({columns})")
-            folder._write(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            folder._make_table()
         except BaseException:
             lock.close()
             raise
@@ -143,12 +143,17 @@ class SweepFolder:
 
     @classmethod
     def resume(cls, path: Path) -> SweepFolder:
-        """Take over the folder of an earlier sweep."""
-        _require_sweep(path)
+        """Take over the folder of an earlier sweep, which may have been killed before it had its table."""
+        if not (path / RECIPE).is_file():
+            _require_sweep(path)
         lock = RunFolder(path)
         lock.acquire()
         try:
+            with storage_errors(path):
+                (path / RUNS).mkdir(exist_ok=True)
             folder = cls(path, lock, _open(path / DATABASE))
+            if not folder._has_tables():
+                folder._make_table()
             folder._check()
         except BaseException:
             lock.close()
@@ -193,7 +198,19 @@ class SweepFolder:
 
     def missing(self) -> list[Cell]:
         """Cells still to be run: pending ones, and those that failed."""
-        return [cell_of(row) for row in self.rows() if row["status"] not in DONE]
+        return [self._cell_of(row) for row in self.rows() if row["status"] not in DONE]
+
+    def _cell_of(self, row: dict[str, Any]) -> Cell:
+        """The cell of a row, whoever wrote it."""
+        try:
+            return cell_of(row)
+        except (ValueError, TypeError, RecursionError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise CliError(
+                f"{self.path / DATABASE} is damaged: the cell {row['key']} cannot be read: {reason}",
+                hint="restore it from a copy, or start again with another --out",
+                kind="file",
+            ) from None
 
     def missing_of(self, cells: Iterable[Cell]) -> list[Cell]:
         """What a resume with this grid would run, without entering it."""
@@ -263,16 +280,25 @@ class SweepFolder:
                 # A reader that forgot to let go must not cost a sweep of hours.
                 write_stderr(f"warning: {error.message}: waiting; {error.hint}")
 
+    def _has_tables(self) -> bool:
+        with database_errors(self.path):
+            (count,) = self._database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        return bool(count)
+
+    def _make_table(self) -> None:
+        columns = ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())
+        self._write(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        self._write(f"CREATE TABLE cells ({columns})")
+
     def _check(self) -> None:
         with database_errors(self.path):
             (version,) = self._database.execute("PRAGMA user_version").fetchone()
             columns = {row["name"] for row in self._database.execute("PRAGMA table_info(cells)")}
         if version > SCHEMA_VERSION:
-            raise CliError(
-                f"{self.path / DATABASE} was written by a newer linattn (format {version})",
-                hint="update linattn: pip install -U linattn",
-                kind="newer_format",
-            )
+            writer = ""
+            with contextlib.suppress(CliError):
+                writer = read_recipe(str(self.path / RECIPE)).written_by or ""
+            raise newer_format(self.path / DATABASE, writer, version, SCHEMA_VERSION)
         if not columns >= set(COLUMNS):
             raise CliError(
                 f"{self.path / DATABASE} is no database of a sweep: the table cells lacks columns",

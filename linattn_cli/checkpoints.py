@@ -27,8 +27,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from linattn_cli import __version__
 from linattn_cli.output import CliError
-from linattn_cli.runs import CHECKPOINTS, fsync_folder, resume_command, storage_errors, write_synced
+from linattn_cli.runs import CHECKPOINTS, fsync_folder, newer_format, resume_command, storage_errors, write_synced
 
 SCHEMA_VERSION = 1
 KEEP = 2
@@ -76,6 +77,7 @@ def save(run: Path, step: int, model: dict[str, Tensor], state: dict[str, Any]) 
     files = {MODEL: safetensors.torch.save(tensors), STATE: buffer.getvalue()}
     manifest = {
         "schema_version": SCHEMA_VERSION,
+        "linattn": __version__,
         "step": step,
         "files": {
             name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()
@@ -140,7 +142,10 @@ def _read(path: Path, step: int) -> Checkpoint:
         model = safetensors.torch.load(data[MODEL])
         state = torch.load(io.BytesIO(data[STATE]), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise DamagedCheckpoint(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DamagedCheckpoint(f"{path} cannot be read: {reason}") from error
+    if not isinstance(state, dict):
+        raise DamagedCheckpoint(f"{path} cannot be read: {STATE} holds a {type(state).__name__}, not a state")
     return Checkpoint(step, path, model, state)
 
 
@@ -149,17 +154,13 @@ def _read_manifest(path: Path, step: int) -> dict[str, Any]:
         manifest = json.loads((path / MANIFEST).read_bytes())
         version, files = int(manifest["schema_version"]), manifest["files"]
         expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-        saved_step = int(manifest["step"])
+        saved_step, writer = int(manifest["step"]), str(manifest.get("linattn", ""))
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path} is damaged: {MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise DamagedCheckpoint(f"{path} is damaged: {MANIFEST} cannot be read") from None
     if version > SCHEMA_VERSION:
-        raise CliError(
-            f"{path} was written by a newer linattn (format {version}, this one reads {SCHEMA_VERSION})",
-            hint="update linattn: pip install -U linattn",
-            kind="newer_format",
-        )
+        raise newer_format(path, writer, version, SCHEMA_VERSION)
     if set(expected) != {MODEL, STATE} or saved_step != step:
         raise DamagedCheckpoint(f"{path} is damaged: {MANIFEST} does not describe step {step}")
     return {"files": expected}

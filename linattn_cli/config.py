@@ -6,6 +6,7 @@ Precedence: command line over recipe over defaults. Unknown keys are errors ever
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -429,7 +430,23 @@ def _explain(error: ValidationError, sources: Sources) -> CliError:
     message, hint = problems[0]
     if len(problems) > 1:
         message += f" (and {len(problems) - 1} more)"
+    writer = sources.recipe.written_by if sources.recipe is not None else None
+    if writer is not None and _release(writer) > _release(__version__):
+        return CliError(
+            f"{message}; the recipe was written by a newer linattn, {writer}, this is {__version__}",
+            hint="update linattn: pip install -U linattn",
+            kind="newer_format",
+        )
     return CliError(message, hint=hint, kind="recipe")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a version, to compare it by.
+
+    >>> _release("0.10.2.dev1") > _release("0.9")
+    True
+    """
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def _explain_one(item: dict[str, Any], sources: Sources) -> tuple[str, str]:

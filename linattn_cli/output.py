@@ -212,9 +212,9 @@ def describe_error(exception: BaseException, *, memory_hint: str = MEMORY_HINT) 
     >>> describe_error(KeyError("x")).exit_code
     70
     """
-    text = " ".join(str(exception).split())
+    text = printable(" ".join(str(exception).split()))
     if isinstance(exception, CliError):
-        return Failure(exception.exit_code, exception.kind, text, exception.hint)
+        return Failure(exception.exit_code, exception.kind, text, printable(exception.hint))
     if isinstance(exception, Terminated):
         return Failure(EXIT_TERMINATED, "terminated", "terminated by SIGTERM")
     if isinstance(exception, KeyboardInterrupt):
@@ -234,6 +234,15 @@ def describe_error(exception: BaseException, *, memory_hint: str = MEMORY_HINT) 
     if isinstance(exception, ValueError):
         return Failure(EXIT_USAGE, "value", text or type(exception).__name__)
     return Failure(EXIT_INTERNAL, "internal", f"internal fault: {type(exception).__name__}: {text}"[:500])
+
+
+def printable(text: str) -> str:
+    """Text without what a terminal would obey instead of showing, such as a key of somebody's recipe may hold.
+
+    >>> print(printable("a key called \\x1b[31mred"))
+    a key called \\x1b[31mred
+    """
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _describe_os_error(exception: OSError, text: str) -> Failure:
@@ -264,7 +273,14 @@ def _is_out_of_memory(exception: BaseException, text: str) -> bool:
         return True
     if getattr(exception, "errno", None) == errno.ENOMEM:
         return True
-    words = ("can't allocate memory", "not enough memory", "CUDA out of memory", "CUDA error: out of memory")
+    words = (
+        "can't allocate memory",
+        "not enough memory",
+        "CUDA out of memory",
+        "CUDA error: out of memory",
+        "Storage size calculation overflowed",  # more than any machine has
+        "integer multiplication overflow",
+    )
     return isinstance(exception, RuntimeError) and any(word in text for word in words)
 
 

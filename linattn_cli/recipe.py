@@ -19,6 +19,10 @@ from linattn_cli.output import CliError
 
 KeyPath = tuple[str, ...]
 _SUFFIXES = (".yaml", ".yml")
+_DEEPEST = 32
+_MOST_VALUES = 100_000
+_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq", "merge")}
+_WRITTEN_BY = re.compile(r"# Resolved by linattn ([0-9A-Za-z.+-]+):")
 
 
 class _Resolvers:
@@ -65,11 +69,15 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 @dataclass(frozen=True)
 class Recipe:
-    """One recipe as read: its data and the place of every key."""
+    """One recipe as read: its data and the place of every key.
+
+    written_by  version of linattn that resolved it, None for one written by hand
+    """
 
     name: str
     data: dict[str, Any]
     lines: dict[KeyPath, int] = field(default_factory=dict)
+    written_by: str | None = None
 
     def where(self, path: KeyPath) -> str:
         """`file, line N` of a key, or of the nearest section around it."""
@@ -137,8 +145,8 @@ def _read_file(path: Path) -> str:
     except UnicodeDecodeError as error:
         message = f"the recipe file {path} is not UTF-8 text (byte {error.start})"
         raise CliError(message, hint="save it as UTF-8", kind="recipe") from None
-    except OSError as error:
-        message = f"the recipe file {path} cannot be read: {error.strerror}"
+    except (OSError, ValueError) as error:  # a path may hold what no file system takes
+        message = f"the recipe file {path} cannot be read: {getattr(error, 'strerror', None) or error}"
         raise CliError(message, hint="check the path and its permissions", kind="recipe") from None
 
 
@@ -148,8 +156,8 @@ def parse_recipe(text: str, name: str) -> Recipe:
     >>> parse_recipe("model:\\n  name: vla\\n", "mine.yaml").where(("model", "name"))
     'mine.yaml, line 2'
     """
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             raise CliError(
@@ -157,20 +165,63 @@ def parse_recipe(text: str, name: str) -> Recipe:
                 hint="a recipe has sections model, task and train; seed and sweep",
                 kind="recipe",
             )
+        _check_nodes(node, loader)
         lines: dict[KeyPath, int] = {}
         _index(node, (), lines, name)
         data = loader.construct_document(node)
     except yaml.YAMLError as error:
         raise _syntax_error(error, name) from None
-    finally:
-        loader.dispose()
+    except RecursionError:
+        raise CliError(f"{name}: nested too deeply", hint=f"at most {_DEEPEST} levels", kind="recipe") from None
     if not isinstance(data, dict):
         raise CliError(
             f"{name}, line 1: a recipe is a mapping of sections, got {type(data).__name__}",
             hint="begin with a section such as `model:`",
             kind="recipe",
         )
-    return Recipe(name, data, lines)
+    written_by = _WRITTEN_BY.match(text)
+    return Recipe(name, data, lines, written_by[1] if written_by else None)
+
+
+def _check_nodes(root: yaml.Node, loader: _Loader) -> None:
+    """Refuse, with its place, whatever constructing the document would stumble over or never finish.
+
+    That is a tag that no recipe needs, a scalar that does not fit its tag, an alias that holds itself, and
+    aliases of aliases that grow without bound.
+    """
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node, around: tuple[int, ...]) -> int:
+        if id(node) in around:
+            raise yaml.MarkedYAMLError(problem="an alias that holds itself", problem_mark=node.start_mark)
+        if len(around) > _DEEPEST:
+            raise yaml.MarkedYAMLError(problem=f"nested deeper than {_DEEPEST} levels", problem_mark=node.start_mark)
+        if id(node) in sizes:
+            return sizes[id(node)]
+        if node.tag not in _TAGS:
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            raise yaml.MarkedYAMLError(problem=f"the tag {tag} is not for recipes", problem_mark=node.start_mark)
+        inside = (*around, id(node))
+        total = 1
+        if isinstance(node, yaml.ScalarNode) and not node.tag.endswith(":merge"):
+            try:
+                loader.construct_object(node)
+            except (ValueError, KeyError):
+                shown = str(node.value)[:40]
+                kind = node.tag.rpartition(":")[2]
+                problem = f"{shown!r} is no {kind}" if len(node.value) <= 40 else f"{shown!r}... is no {kind} to read"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
+        elif isinstance(node, yaml.MappingNode):
+            total += sum(size(key, inside) + size(value, inside) for key, value in node.value)
+        elif isinstance(node, yaml.SequenceNode):
+            total += sum(size(item, inside) for item in node.value)
+        if total > _MOST_VALUES:
+            problem = f"its aliases make more than {_MOST_VALUES} values"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        sizes[id(node)] = total
+        return total
+
+    size(root, ())
 
 
 def _index(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], name: str) -> None:
@@ -206,13 +257,24 @@ def _syntax_error(error: yaml.YAMLError, name: str) -> CliError:
     return CliError(f"{where}: not valid YAML: {problem}", hint="check indentation, quotes and colons", kind="recipe")
 
 
-def parse_value(text: str) -> Any:
-    """One YAML value as `--set` takes it.
+def parse_value(text: str, label: str = "the value") -> Any:
+    """One YAML value as `--set` takes it; `CliError` that begins with `label` for one that cannot be read.
 
     >>> parse_value("1e-3"), parse_value("true"), parse_value("[1, 2]"), parse_value("vla"), parse_value("")
     (0.001, True, [1, 2], 'vla', None)
     """
-    return yaml.load(text, Loader=_Loader)
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_nodes(node, loader)
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be parsed"
+    except RecursionError:
+        problem = f"nested deeper than {_DEEPEST} levels"
+    raise CliError(f"{label}: the value is not valid YAML: {problem}", hint="quote it", kind="recipe")
 
 
 def dump_yaml(data: dict[str, Any]) -> str:

@@ -25,13 +25,15 @@ from linattn_cli.cuda_graph import RecordedStep, can_record
 from linattn_cli.diagnosis import first_nonfinite
 from linattn_cli.evaluation import Scored, evaluate, score_tensors, scored_positions, to_device
 from linattn_cli.output import CliError
-from linattn_cli.runs import RunFolder, resume_command
+from linattn_cli.runs import RunFolder, newer_format, resume_command
 from linattn_cli.tasks.types import Task
 
 TIMING_KEYS = ("tokens_per_s", "elapsed_s")
 """Keys of a `metrics.jsonl` line that depend on the machine's mood; all others repeat exactly."""
 
 STATE_VERSION = 1
+
+MOST_THREADS = 1024
 
 
 def learning_rate(step: int, settings: TrainConfig) -> float:
@@ -75,6 +77,13 @@ class _Worked(NamedTuple):
     scored: Scored
     loss: Tensor
     grad_norm: Tensor
+
+
+def _threads(saved: Any) -> int:
+    """A checkpoint's number of threads; a forged one must not bring the machine down."""
+    if not isinstance(saved, int) or not 1 <= saved <= MOST_THREADS:
+        raise ValueError(f"threads is {saved!r}, expected 1 to {MOST_THREADS}")
+    return saved
 
 
 class StopSignal:
@@ -161,6 +170,9 @@ class Trainer:
 
         Raises `CliError` (exit 2) if the checkpoint is of another model.
         """
+        version = checkpoint.state.get("version")
+        if isinstance(version, int) and version > STATE_VERSION:
+            raise newer_format(checkpoint.path, "", version, STATE_VERSION)
         try:
             self.model.load_state_dict(checkpoint.model)
             self._load_optimizer(checkpoint.state["optimizer"])
@@ -168,9 +180,9 @@ class Trainer:
             if self.device.type == "cuda" and "cuda" in checkpoint.state["rng"]:
                 torch.cuda.set_rng_state(checkpoint.state["rng"]["cuda"], self.device)
             # Sums split over another number of threads round differently.
-            torch.set_num_threads(int(checkpoint.state["threads"]))
+            torch.set_num_threads(_threads(checkpoint.state["threads"]))
             self.train_s = float(checkpoint.state["train_s"])
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # torch raises whatever it stumbles over, and a file may hold anything
             reason = " ".join(str(error).split())[:200]
             raise CliError(
                 f"checkpoint {checkpoint.path} does not fit this recipe: {reason}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -131,6 +132,11 @@ def test_quoted_duplicate_and_repeated_section_are_duplicates(recipe):
     assert "duplicate key model" in refused(recipe("model:\n  layers: 1\nmodel:\n  heads: 1\n")).message
 
 
+LAUGHS = "a: &a [0, 0]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in itertools.pairwise("abcdefgh")
+)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -144,7 +150,17 @@ def test_quoted_duplicate_and_repeated_section_are_duplicates(recipe):
         ("1: 2\n", "a key must be a word, got 1"),
         ("? [a]\n: 1\n", "a key must be a word"),
         ("model: 3\n", "model: input should be"),
-        ("model: &m\n  a: *m\n", "model.a is not a key of model"),
+        ("model: &m\n  a: *m\n", "not valid YAML: an alias that holds itself"),
+        ("sweep:\n  models: &m [*m]\n", "line 2, column 11: not valid YAML: an alias that holds itself"),
+        ("[" * 40 + "]" * 40 + "\n", "not valid YAML: nested deeper than 32 levels"),
+        ("[" * 5000 + "]" * 5000 + "\n", "nested too deeply"),
+        (LAUGHS, "not valid YAML: its aliases make more than 100000 values"),
+        ("seed: !!bool maybe\n", "line 1, column 7: not valid YAML: 'maybe' is no bool"),
+        ("seed: !!timestamp then\n", "line 1, column 7: not valid YAML: the tag !!timestamp is not for recipes"),
+        ("seed: " + "9" * 5000 + "\n", "is no int to read"),
+        ("seed: \0\n", "not valid YAML: special characters are not allowed"),
+        ("seed: 9223372036854775808\n", "seed: input should be less than or equal to 9223372036854775807"),
+        ("model:\n  layers: 2147483648\n", "less than or equal to 2147483647"),
         ("seed: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
         ("model:\n  layers: true\n", "got True"),
         ("model:\n  layers: '2'\n", "got '2'"),
@@ -242,6 +258,9 @@ def test_an_impl_the_mixer_lacks_is_refused():
         ("=3", "--set takes section.key=value"),
         ("model..d_head=3", "--set takes section.key=value"),
         ("model.d_head=[3", "the value is not valid YAML"),
+        ("seed=!!bool maybe", "the value is not valid YAML: 'maybe' is no bool"),
+        ("seed=" + "[" * 5000, "the value is not valid YAML: nested deeper than 32 levels"),
+        ("seed=\x07", "the value is not valid YAML: special characters are not allowed"),
         (
             "model.d_heda=3",
             "--set model.d_heda=3: model.d_heda is not a key of model (did you mean 'd_head'?)",
