@@ -193,8 +193,8 @@ def test_a_gradient_or_padding_goes_the_general_way(name: str, launches: list[st
 
 
 def test_what_the_other_implementations_get() -> None:
-    x = torch.zeros(1, 1, 2, 4)
-    state = (torch.zeros(1, 2, 4, 4),)
+    x = torch.zeros(1, 1, 2, 4, device=DEVICE)
+    state = (torch.zeros(1, 2, 4, 4, device=DEVICE),)
     assert decode.decodes("triton", ("delta_scan",), (x, None), None, state)
     for impl in ("chunk", "reference", "scan", "auto" if not GPU else "chunk"):
         assert not decode.decodes(impl, ("delta_scan",), (x,), None, state)
