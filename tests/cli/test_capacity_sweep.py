@@ -26,14 +26,30 @@ GRID = ["--models", "linear,vla:penalty=none", "--n-pairs", "2,3", "--lrs", "1e-
 """16 cells."""
 
 
+STARTED: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs_on():
+    """A test that fails must not leave a sweep running."""
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
 def start(*words):
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "linattn_cli", "capacity-sweep", *map(str, words)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+    STARTED.append(process)
+    return process
 
 
 def finish(process):
