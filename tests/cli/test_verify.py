@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from linattn_cli import brute_force
+from linattn_cli import verify as verify_module
 from linattn_cli.app import main
 from linattn_cli.kernels import dispatch
 from linattn_cli.kernels.monoids import stream
@@ -70,7 +71,8 @@ def test_every_operator_passes_in_every_form(model):
 def test_where_float16_overflows_serially_nothing_is_judged():
     rows = rows_of("hla3", dtypes=(torch.float16,), forms=[CHUNK])
     overflown = [row for row in rows if row["status"] == "not run"]
-    assert overflown and all("65,504" in row["reason"] for row in overflown)
+    assert overflown
+    assert all("65,504" in row["reason"] for row in overflown)
     assert any(row["passed"] for row in rows)
 
 
@@ -211,6 +213,31 @@ def test_beyond_2048_tokens_the_chunk_form_judges_and_is_itself_judged():
     found = {(row["form"], row["against"], row["seq_len"]) for row in rows if row["status"] == "passed"}
     assert ("chunk", "serial float64", 2048) in found
     assert ("chunk-decode", "chunk float64", 2060) in found
+
+
+@pytest.mark.parametrize(("relative_error", "wrong"), [(0.0, False), (3e-5, True)])
+def test_a_long_sequence_in_doubt_is_judged_by_the_whole_recurrence(monkeypatch, relative_error, wrong):
+    runs = []
+
+    def execute(case, inputs, form, **options):
+        if form is SERIAL:
+            runs.append(inputs["v"].shape[1])
+        return verify_module.execute_original(case, inputs, form, **options)
+
+    right = dispatch.load("linear_scan", "chunk")
+
+    def off(*tensors, **options):
+        o, state = right(*tensors, **options)
+        return o * (1 + relative_error * (o.dtype == torch.float32)), state
+
+    monkeypatch.setattr(verify_module, "LONGEST_SERIAL", 16)
+    monkeypatch.setattr(verify_module, "execute_original", verify_module.execute, raising=False)
+    monkeypatch.setattr(verify_module, "execute", execute)
+    with dispatch.override("linear_scan", "chunk", off):
+        sizes = Sizes(200, 5, 4, batch=1, heads=1)
+        rows = list(verify(cases("linear_scan")[:1], [CHUNK], (torch.float32,), sizes, seed=0, device="cpu"))
+    assert bool(failed(rows)) is wrong
+    assert runs.count(200) == (1 if wrong else 0)
 
 
 def test_inputs_depend_on_the_seed_and_rows_repeat():
