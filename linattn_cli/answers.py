@@ -5,6 +5,7 @@ The sequences are the first held-out ones, the same that `eval` counts, so what 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,7 @@ def slip(records: Sequence[dict[str, Any]], asked: dict[str, Any], token: int) -
     'the value of key 2'
     """
     values: dict[int, list[int]] = {}
-    for record, after in zip(records, records[1:], strict=False):
+    for record, after in itertools.pairwise(records):
         if record["role"] == "key" and after["role"] == "value":
             values.setdefault(record["token"], []).append(after["token"])
     if token in values.get(asked["token"], [])[:-1]:

@@ -201,7 +201,7 @@ def log_axis(axis: Any) -> None:
     getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
     low, high = sorted(axis.get_view_interval())
     decades = math.log10(high / low) if 0 < low < high < math.inf else 1.0
-    plain = 1e-4 < low and high < 1e6
+    plain = low > 1e-4 and high < 1e6
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 2.5 else (1,), numticks=9))
     if plain:
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -296,7 +296,7 @@ def _drawn(picture: Picture, panels: Sequence[Panel], *, whole: bool) -> Iterato
     fonts = {"svg.fonttype": "path" if whole else "none"}
     with matplotlib.rc_context({**STYLE, **fonts}):
         layout = _layout(panels)
-        columns, rows = len(layout[0]), len(layout)
+        columns = len(layout[0])
         tall = [max(panel.tall for panel in panels if _index(panels, panel) in row) for row in layout]
         width, height = PANEL_INCHES
         if len(panels) == 1 and whole:
@@ -306,8 +306,9 @@ def _drawn(picture: Picture, panels: Sequence[Panel], *, whole: bool) -> Iterato
         for number, panel in enumerate(panels):
             axes = found[number]
             panel.draw(axes)
-            axes.set_title(panel.title if whole and len(panels) > 1 or not whole else "", loc="left", fontweight="bold")
-        _finish(figure, picture, list(found.values()), whole=whole, rows=rows)
+            # Alone in a file the picture's title says it, and on a page the heading above.
+            axes.set_title(panel.title if whole and len(panels) > 1 else "", loc="left", fontweight="bold")
+        _finish(figure, picture, list(found.values()), whole=whole)
         yield figure
 
 
@@ -330,7 +331,7 @@ def _layout(panels: Sequence[Panel]) -> list[list[int]]:
     return [row * 2 if len(row) == 1 else row for row in rows]
 
 
-def _finish(figure: Any, picture: Picture, axes: list[Any], *, whole: bool, rows: int) -> None:
+def _finish(figure: Any, picture: Picture, axes: list[Any], *, whole: bool) -> None:
     """Grow the figure by the title, the legend and the caption, so that they take nothing from the panels."""
     width, height = figure.get_size_inches()
     entries: dict[str, Any] = {}

@@ -129,8 +129,78 @@ EVAL = Output(
         "step": "integer, checkpoint that was evaluated",
         "parameters": "integer, trainable parameters",
         "run": "string, run folder",
+        "examples": "objects?, with --show: sequences (tokens, roles) with what was answered where, and whether right",
     },
     config=RECIPE,
+)
+
+COMPARE = Output(
+    "Runs side by side: a row a run.",
+    rows=(
+        {
+            "run": "string, run folder",
+            "status": "string, finished, running, unfinished, or that of its result.json",
+            "model": "string, mixer",
+            "task": "string, task",
+            "accuracy": "number|null, share of held-out answers that are right; null before the end of the run",
+            "loss": "number|null, mean cross entropy on held-out data, natural log",
+            "exact_sequence_accuracy": "number|null, share of held-out sequences with every answer right",
+            "validation_accuracy": "number|null, the last one on the validation stream",
+            "chance_vocab": "number|null, accuracy of guessing in the vocabulary",
+            "chance_pairs": "number|null, accuracy of guessing among the values shown",
+            "parameters": "integer|null, trainable parameters",
+            "state_bytes": "integer|null, bytes of state a sequence",
+            "jacobian_norm_max": "number|null, largest spectral norm of dS_t/dS_{t-1}",
+            "steps": "integer|null, optimiser steps done",
+            "stopped_by": "string|null, steps or target_accuracy",
+            "train_s": "number|null, seconds of training",
+            "tokens_per_s": "number|null, training tokens a second",
+            "fingerprint": "string|null, digest of the data",
+            "device": "string|null, torch's name of the device",
+            "device_name": "string|null, the device's own name",
+            "threads": "integer|null, threads torch computed with",
+            "dtype": "string|null, precision",
+            "impl": "string|null, implementation that ran",
+            "torch": "string|null, version",
+            "linattn": "string|null, version",
+            "commit": "string|null, commit of a source checkout",
+            "*.*": "any?, a key of the recipe that differs between the runs, as train.lr",
+            "seed": "integer?, where it differs between the runs",
+        },
+    ),
+    summary={
+        "runs": "integer, runs compared",
+        "differing": "strings, keys of the recipes that are not the same in all runs",
+        "same_data": "boolean|null, whether all answer the same data; null where a run is not finished",
+        "same_machine": "boolean|null, whether their times compare; null where a run is not finished",
+        "best_run": "string|null, run with the highest held-out accuracy",
+        "best_accuracy": "number|null, and that accuracy",
+    },
+    config={"runs": "strings, run folders"},
+)
+
+REPORT = Output(
+    "One page of runs, sweeps and saved documents: a row a source.",
+    rows=(
+        {
+            "source": "string, folder or file",
+            "kind": "string, training run, sweep, or the command that printed the document",
+            "title": "string, its heading on the page",
+            "status": "string, finished, running, unfinished, or that of the document",
+            "panels": "integer, panels drawn",
+            "tables": "integer, tables",
+        },
+    ),
+    summary={
+        "report": "string, file of the page",
+        "sources": "integer, sources on it",
+        "bytes": "integer, size of the file",
+    },
+    config={
+        "sources": "strings, folders and files",
+        "out": "string, file of the page",
+        "title": "string, heading",
+    },
 )
 
 TASK_SHOW = Output(
@@ -244,6 +314,8 @@ OUTPUTS: dict[str, Output] = {
     "linattn": USAGE,
     "train": TRAIN,
     "eval": EVAL,
+    "compare": COMPARE,
+    "report": REPORT,
     "verify-scan": VERIFY_SCAN,
     "latency": LATENCY,
     "probe-norm": PROBE_NORM,

@@ -95,3 +95,32 @@ def _draw_accuracy(axes: Any, metrics: Sequence[Row], summary: Mapping[str, Any]
     plotting.accuracy_axis(axes)
     axes.set_xlabel("optimiser step")
     axes.set_ylabel("share of answers that are right")
+
+
+def together(runs: Sequence[tuple[Any, str]]) -> Picture:
+    """Several runs in one picture, each (`side_by_side.Run`, its name): validation, or training where there is none."""
+    looks = plotting.looks([f"{run.model} {name}" for run, name in runs])
+
+    def draw(axes: Any, key: str, label: str) -> None:
+        for run, name in runs:
+            validated = present((row["step"], row.get(f"validation_{key}")) for row in run.metrics)
+            points = validated or present((row["step"], row.get(key)) for row in run.metrics)
+            if points:
+                style = looks[f"{run.model} {name}"] | ({"markevery": max(1, len(points) // 12)})
+                suffix = "" if validated else " (training batches)"
+                axes.plot(*zip(*points, strict=True), label=f"{run.model}: {name}{suffix}", **style)
+        axes.set_xlabel("optimiser step")
+        axes.set_ylabel(label)
+
+    def draw_loss(axes: Any) -> None:
+        draw(axes, "loss", "cross entropy (nats)")
+        heights = [value for line in axes.get_lines() for value in line.get_ydata() if value > 0]
+        if heights and max(heights) > 10 * min(heights):
+            plotting.log_axis(axes.yaxis)
+
+    def draw_accuracy(axes: Any) -> None:
+        draw(axes, "accuracy", "share of answers that are right")
+        plotting.accuracy_axis(axes)
+
+    caption = "on validation data; where a run had none, on its training batches"
+    return Picture("Runs side by side", caption, [Panel("Loss", draw_loss), Panel("Accuracy", draw_accuracy)])

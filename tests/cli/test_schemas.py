@@ -7,6 +7,7 @@ import copy
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 
 import jsonschema
@@ -41,8 +42,20 @@ CASES: dict[str, list[list[str]]] = {
     "eval": [
         ["{run}", "--quiet", "--n-pairs", "1,2,4"],
         ["{run}", "--quiet", "--require", "accuracy>2"],
+        ["{run}", "--quiet", "--show", "2"],
         ["{new}"],
         ["{run}", "--step", "77"],
+        [],
+    ],
+    "compare": [
+        ["{run}", "{other}"],
+        ["{run}"],
+        ["{run}", "{new}"],
+    ],
+    "report": [
+        ["{run}", "{other}", "--out", "{new}.html", "--quiet"],
+        ["{new}"],
+        ["{run}", "--out", "{new}.pdf"],
         [],
     ],
     "verify-scan": [
@@ -112,6 +125,13 @@ def run(tmp_path_factory) -> Path:
     return path
 
 
+def words_of(words: list[str], run: Path, folder: Path) -> list[str]:
+    """The words with their places filled in; `{other}` is a copy of the run."""
+    if "{other}" in words:
+        shutil.copytree(run, folder / "other")
+    return [word.format(new=folder / "new", run=run, other=folder / "other") for word in words]
+
+
 def test_every_command_has_a_schema_and_is_tried():
     assert set(OUTPUTS) == commands()
     assert set(CASES) == commands()
@@ -123,7 +143,7 @@ def test_every_command_has_a_schema_and_is_tried():
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
 def test_the_output_is_as_published(capsys, run, tmp_path, command, words):
-    code, found = document(capsys, command, [word.format(new=tmp_path / "new", run=run) for word in words])
+    code, found = document(capsys, command, words_of(words, run, tmp_path))
     assert problems(command, found) == []
     assert (code == 0) == (found["status"] == "ok")
 
