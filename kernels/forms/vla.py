@@ -190,7 +190,8 @@ def _write_direction(
             impl=impl,
         )
         gain, state = gained.o, gained.final_state
-    write = unit(gain, impl=impl) if normalise_gate else gain
+    # a padded token has no gain: its direction is kept out, for its gradient is one over the norm of nothing
+    write = keep(unit(gain, impl=impl), mask) if normalise_gate else gain
     if beta is not None:
         write = (write * beta.unsqueeze(-1)).to(write.dtype)
     return write, state

@@ -174,3 +174,12 @@ def test_messages(action, message):
     with pytest.raises(ValueError, match=r".") as caught:
         action(tensors())
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunk"])
+def test_padding_leaves_the_gradients_of_vla_finite_in_float16(impl):
+    """A padded token has a gain of zero, whose direction has no gradient that float16 could hold."""
+    tensors = [torch.randn(B, T, 2, 8, generator=torch.Generator().manual_seed(i)).half() for i in range(4)]
+    leaves = [x.requires_grad_() for x in tensors]
+    out = vla(*leaves, mask=padding(), impl=impl)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.o.float().sum(), leaves))
