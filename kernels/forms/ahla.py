@@ -88,12 +88,12 @@ def ahla(
     check_inputs(q, k, v, log_decay=log_decay, decay=decay, readout=readout, mask=mask, chunk_size=chunk_size)
     _check_carried(initial_state, q, k, v, readout)
     resolved = resolved_impl(impl, v)
-    if decodes(resolved, ("linear_scan",), (v, q, k, log_decay), mask, initial_state):
+    if initial_state is not None and decodes(resolved, ("linear_scan",), (v, q, k, log_decay), mask, initial_state):
         P, E, m, n = initial_state
         states = {"P": P, "H": E, "m": m, "h": n}
         how: dict[str, Any] = {"feature_map": feature_map, "log_decay": log_decay, "powers": (0, 1, 1, 0, 0)}
         o, clamped, states = hla_step("ahla", q, k, v, states, eps=eps, **how)
-        return FormOutput(o, AhlaState(*(states[name] for name in "PHmh")), clamped, resolved)
+        return FormOutput(o, AhlaState._make(states[name] for name in "PHmh"), clamped, resolved)
     with torch.autocast(q.device.type, enabled=False):
         qf, kf, vf, log = prepare(q, k, v, log_decay, feature_map, readout, mask, resolved)
         state = None

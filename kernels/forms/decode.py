@@ -8,7 +8,7 @@ the rules below choose from, are in `kernels/decode_triton.py` and `kernels/deco
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,7 +144,7 @@ def hla_step(
     from linattn_cli.kernels.decode_hla_triton import STATES, hla_step, hla_step_operator
 
     check_choice("feature_map", feature_map, tuple(FEATURE_MAPS))
-    step = hla_step_operator if torch.compiler.is_compiling() else hla_step
+    step: Any = hla_step_operator if torch.compiler.is_compiling() else hla_step
     given = [states.get(name) for name in STATES]
     used = list(powers) if log_decay is not None else [0] * len(powers)
     o, clamped, *after = step(q, k, v, log_decay, *given, form, feature_map, used, float(ridge), float(eps))

@@ -46,7 +46,7 @@ def deltanet(
         return deltanet_serial(q, k, v, beta, mask=mask, initial_state=initial_state)
     check_mask(mask, k)
     check_shape("beta", beta, "BTH", k.shape[:3])
-    if decodes(impl, ("delta_scan",), (v, q, k, beta), mask, initial_state):
+    if initial_state is not None and decodes(impl, ("delta_scan",), (v, q, k, beta), mask, initial_state):
         return _delta_step("deltanet", q, k, v, beta, None, "silu", initial_state)
     unit_silu = feature_map("silu", normalise=True, impl=impl)
     key = keep(unit_silu(k), mask)
@@ -94,7 +94,7 @@ def decay_delta(
         return decay_delta_serial(q, k, v, log_decay, feature_map=feature_map, mask=mask, initial_state=initial_state)
     check_mask(mask, k)
     check_log_decay(log_decay, k, k.shape[2])
-    if decodes(impl, ("delta_scan",), (v, q, k, log_decay), mask, initial_state):
+    if initial_state is not None and decodes(impl, ("delta_scan",), (v, q, k, log_decay), mask, initial_state):
         return _delta_step("decay_delta", q, k, v, None, log_decay, feature_map, initial_state)
     unit_phi = _phi(feature_map, normalise=True, impl=impl)
     key = keep(unit_phi(k), mask)

@@ -50,7 +50,7 @@ def gated_deltanet(
     if Impl.parse(impl) is Impl.REFERENCE:
         return gated_deltanet_serial(q, k, v, beta, log_decay, mask=mask, initial_state=initial_state)
     _check(q, k, v, beta, log_decay, mask)
-    if decodes(impl, ("delta_scan",), (v, q, k, beta, log_decay), mask, initial_state):
+    if initial_state is not None and decodes(impl, ("delta_scan",), (v, q, k, beta, log_decay), mask, initial_state):
         check_linear(q, k, v, None, initial_state.S, chunk_size)
         step = matrix_step(
             "gated_deltanet", q, k, v, initial_state.S, beta=beta, log_decay=log_decay, feature_map="silu"

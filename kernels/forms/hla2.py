@@ -111,7 +111,7 @@ def hla2(
     check_inputs(q, k, v, log_decay=log_decay, decay=decay, readout=readout, mask=mask, chunk_size=chunk_size)
     _check_carried(initial_state, q, k, v, options, readout)
     resolved = resolved_impl(impl, v)
-    if decodes(resolved, ("linear_scan",), (v, q, k, log_decay), mask, initial_state):
+    if initial_state is not None and decodes(resolved, ("linear_scan",), (v, q, k, log_decay), mask, initial_state):
         return _step(q, k, v, log_decay, options, feature_map, eps, initial_state)
     with torch.autocast(q.device.type, enabled=False):
         qf, kf, vf, log = prepare(q, k, v, log_decay, feature_map, readout, mask, resolved)
@@ -239,13 +239,13 @@ def _step(q, k, v, log_decay, options: _Options, feature_map, eps, state) -> For
         a, b = {"moment": (1, 2), "cascade": (1, 1), "mask": (2, 1)}.get(options.decay, (0, 0))
         carried = dict(zip("SHh", state, strict=True))
         o, clamped, after = hla_step("hla2", q, k, v, carried, powers=(a, 0, b, 0, 0), **how)
-        return FormOutput(o, Hla2State(*(after[name] for name in "SHh")), clamped, "triton")
+        return FormOutput(o, Hla2State._make(after[name] for name in "SHh"), clamped, "triton")
     a, b = (1, 0) if options.decay == "cascade" else (1, 1)
     leak = 0 if options.decay == "published" else b
     form = "paper" if options.masked else "unmasked"
     carried = dict(zip("SHGhg", state, strict=True))
     o, clamped, after = hla_step(form, q, k, v, carried, powers=(a, 0, b, a + leak, leak), **how)
-    return FormOutput(o, Hla2PaperState(*(after[name] for name in "SHGhg")), clamped, "triton")
+    return FormOutput(o, Hla2PaperState._make(after[name] for name in "SHGhg"), clamped, "triton")
 
 
 def _compose(q, k, v, log, options: _Options, state, chunk_size, impl):

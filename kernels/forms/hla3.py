@@ -113,7 +113,7 @@ def hla3(
     check_inputs(q, k, v, log_decay=log_decay, decay=decay, readout=readout, mask=mask, chunk_size=chunk_size)
     _check_carried(initial_state, q, k, v, variant, readout)
     resolved = resolved_impl(impl, v)
-    if decodes(resolved, ("linear_scan",), (v, q, k, log_decay), mask, initial_state):
+    if initial_state is not None and decodes(resolved, ("linear_scan",), (v, q, k, log_decay), mask, initial_state):
         return _step(q, k, v, log_decay, variant, decay, feature_map, eps, initial_state)
     with torch.autocast(q.device.type, enabled=False):
         qf, kf, vf, log = prepare(q, k, v, log_decay, feature_map, readout, mask, resolved)

@@ -60,7 +60,8 @@ def linear_attention(
     check_mask(mask, k)
     phi = _phi(feature_map, impl=impl)
     S, z = initial_state or (None, None)
-    if (z is None) == (readout == "raw") and decodes(impl, ("linear_scan",), (v, q, k), mask, S):
+    whole = (z is None) == (readout == "raw")
+    if S is not None and whole and decodes(impl, ("linear_scan",), (v, q, k), mask, S):
         check_linear(q, k, v, None, S, chunk_size)
         step = matrix_step("linear", q, k, v, S, z=z, feature_map=feature_map)
         return FormOutput(step.o, LinearState(step.S, step.z), step.clamped, "triton")

@@ -69,7 +69,7 @@ def rls(
     if Impl.parse(impl) is Impl.REFERENCE:
         return rls_serial(q, k, v, lambda0=lambda0, feature_map=feature_map, mask=mask, initial_state=initial_state)
     S, penalty = initial_state or (None, None)
-    if decodes(impl, ("penalty_gain", "delta_scan"), (v, q, k), mask, initial_state):
+    if initial_state is not None and decodes(impl, ("penalty_gain", "delta_scan"), (v, q, k), mask, initial_state):
         return _step("rls", RlsState, q, k, v, S, penalty, lambda0, feature_map, chunk_size)
     query, key, value = _prepare(q, k, v, feature_map, mask, impl)
     how: dict[str, Any] = {"chunk_size": chunk_size, "impl": impl}
@@ -112,7 +112,7 @@ def mesa(
     if Impl.parse(impl) is Impl.REFERENCE:
         return mesa_serial(q, k, v, lambda0=lambda0, feature_map=feature_map, mask=mask, initial_state=initial_state)
     S, penalty = initial_state or (None, None)
-    if decodes(impl, ("penalty_gain", "linear_scan"), (v, q, k), mask, initial_state):
+    if initial_state is not None and decodes(impl, ("penalty_gain", "linear_scan"), (v, q, k), mask, initial_state):
         return _step("mesa", MesaState, q, k, v, S, penalty, lambda0, feature_map, chunk_size)
     query, key, value = _prepare(q, k, v, feature_map, mask, impl)
     how: dict[str, Any] = {"chunk_size": chunk_size, "impl": impl}

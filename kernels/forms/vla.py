@@ -89,7 +89,11 @@ def vla(
     S, penalty_state, z = initial_state or (None, None, None)
     phi = _phi(feature_map, impl=impl)
     whole = (penalty_state is None) == (penalty == "none") and (z is None) == (readout == "raw")
-    if whole and decodes(impl, ("penalty_gain", "delta_scan"), (v, q, k, u, beta), mask, initial_state):
+    if (
+        S is not None
+        and whole
+        and decodes(impl, ("penalty_gain", "delta_scan"), (v, q, k, u, beta), mask, initial_state)
+    ):
         check_linear(q, k, v, None, S, chunk_size)
         check_penalty(k, k, lambda0, penalty_state, None)
         step = matrix_step(
