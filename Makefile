@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 LAYOUT := build/installed
 IN_LAYOUT = cd $(LAYOUT) && $(CURDIR)/$(BIN)/python -m
 
-.PHONY: demo test check lint types doctest layout format install clean
+.PHONY: demo test check lint types doctest layout format readme install clean
 
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -51,6 +51,9 @@ doctest: layout
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+readme: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.readme_blocks
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

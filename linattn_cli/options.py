@@ -228,6 +228,16 @@ def seq_len_option(default: str, panel: str = _TASK) -> Any:
     )
 
 
+def updates_option(default: str) -> Any:
+    return typer.Option(
+        "--updates",
+        min=0,
+        help="Keys of mqar that are assigned again; the latest counts.",
+        show_default=default,
+        rich_help_panel=_TASK,
+    )
+
+
 DeviceOption = Annotated[str | None, device_option("auto")]
 DtypeOption = Annotated[str | None, dtype_option("float32")]
 ImplOption = Annotated[str | None, impl_option("auto")]
@@ -322,16 +332,7 @@ SeqLensOption = Annotated[
     str | None,
     typer.Option("--seq-lens", help="Lengths in tokens, comma-separated; 128k is 131072.", rich_help_panel=_TASK),
 ]
-UpdatesOption = Annotated[
-    int | None,
-    typer.Option(
-        "--updates",
-        min=0,
-        help="Keys of mqar that are assigned again; the latest counts.",
-        show_default="0",
-        rich_help_panel=_TASK,
-    ),
-]
+UpdatesOption = Annotated[int | None, updates_option("0")]
 ProtocolOption = Annotated[
     str | None,
     typer.Option(

@@ -17,7 +17,6 @@ from linattn_cli.options import (
     QuietOption,
     SeqLensOption,
     TrustOption,
-    UpdatesOption,
     device_option,
     dtype_option,
     impl_option,
@@ -25,6 +24,7 @@ from linattn_cli.options import (
     plot_option,
     require_option,
     seed_option,
+    updates_option,
 )
 
 
@@ -44,7 +44,7 @@ def evaluate(
     trust: TrustOption = False,
     n_pairs: NPairsListOption = None,
     seq_lens: SeqLensOption = None,
-    updates: UpdatesOption = None,
+    updates: Annotated[int | None, updates_option("the run's")] = None,
     examples: Annotated[
         int | None,
         typer.Option(

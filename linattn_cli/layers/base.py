@@ -6,7 +6,7 @@ between mixers lives here, so that it cannot differ.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -30,25 +30,38 @@ class MixerState(NamedTuple):
     tokens: Tensor
 
 
+class Backbone(TypedDict, total=False):
+    """The keywords that every layer takes beside its own; `Mixer` says what they mean."""
+
+    kv_heads: int | None
+    output_norm: bool
+    short_conv: int
+    rotary: bool
+    impl: str
+    chunk_size: int | None
+
+
 class Mixer(nn.Module):
     """Base of every mixer: a drop-in causal attention layer `[B, T, D] -> [B, T, D]`.
 
     d_model      width of the model
     heads        query heads
-    d_head       key and value dimension of a head
+    d_head       key and value dimension of a head; None is `d_model / heads`
     kv_heads     key/value heads, a divisor of `heads`; None is `heads`
     output_norm  LayerNorm over the concatenated heads before the output projection
     short_conv   width of a causal depthwise convolution over q, k and v; 0 is none
     rotary       rotary positions on q and k, before any feature map
     impl         implementation of the form: auto, reference, scan, chunk or triton
     chunk_size   tokens a chunk; None chooses it
+
+    Raises `ValueError` for sizes that do not fit together.
     """
 
     def __init__(
         self,
         d_model: int,
         heads: int,
-        d_head: int,
+        d_head: int | None = None,
         *,
         kv_heads: int | None = None,
         output_norm: bool = True,
@@ -58,6 +71,10 @@ class Mixer(nn.Module):
         chunk_size: int | None = None,
     ) -> None:
         super().__init__()
+        if d_head is None:
+            if d_model % heads:
+                raise ValueError(f"d_model = {d_model} is no multiple of heads = {heads}; give d_head as well")
+            d_head = d_model // heads
         self.heads, self.kv_heads, self.d_head = heads, kv_heads or heads, d_head
         check_groups("heads", heads, self.kv_heads)
         check_head_dims(d_head=d_head)

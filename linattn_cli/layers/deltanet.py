@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -10,14 +10,17 @@ from linattn_cli.kernels.forms.deltanet import decay_delta, deltanet
 from linattn_cli.kernels.forms.features import feature_map as phi_named
 from linattn_cli.kernels.forms.features import unit
 from linattn_cli.kernels.types import FormOutput
-from linattn_cli.layers.base import Mixer
+from linattn_cli.layers.base import Backbone, Mixer
 from linattn_cli.layers.gates import log_sigmoid_decay
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class DeltaNet(Mixer):
     """The delta rule with `beta_t = sigmoid(w . x_t)` per head (Yang et al. 2024); see `deltanet`."""
 
-    def __init__(self, d_model: int, heads: int, d_head: int, **backbone: Any) -> None:
+    def __init__(self, d_model: int, heads: int, d_head: int | None = None, **backbone: Unpack[Backbone]) -> None:
         super().__init__(d_model, heads, d_head, **backbone)
         self.beta = nn.Linear(d_model, self.kv_heads, bias=False)
 
@@ -44,7 +47,15 @@ class DecayDelta(Mixer):
     The bias starts at 4, a gate of 0.982: a state that forgets faster has nothing to learn from.
     """
 
-    def __init__(self, d_model: int, heads: int, d_head: int, *, feature_map: str = "elu1", **backbone: Any) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        d_head: int | None = None,
+        *,
+        feature_map: str = "elu1",
+        **backbone: Unpack[Backbone],
+    ) -> None:
         super().__init__(d_model, heads, d_head, **backbone)
         self.feature_map = feature_map
         self.forget = nn.Linear(d_model, self.kv_heads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -10,14 +10,17 @@ from linattn_cli.kernels.forms.features import feature_map as phi_named
 from linattn_cli.kernels.forms.features import unit
 from linattn_cli.kernels.forms.gated_deltanet import gated_deltanet
 from linattn_cli.kernels.types import FormOutput
-from linattn_cli.layers.base import Mixer
+from linattn_cli.layers.base import Backbone, Mixer
 from linattn_cli.layers.decay import SelectiveDecay
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class GatedDeltaNet(Mixer):
     """The gated delta rule (arXiv 2412.06464) with `beta_t = sigmoid(w . x_t)` per head; see `gated_deltanet`."""
 
-    def __init__(self, d_model: int, heads: int, d_head: int, **backbone: Any) -> None:
+    def __init__(self, d_model: int, heads: int, d_head: int | None = None, **backbone: Unpack[Backbone]) -> None:
         super().__init__(d_model, heads, d_head, **backbone)
         self.beta = nn.Linear(d_model, self.kv_heads, bias=False)
         self.decay = SelectiveDecay(d_model, self.kv_heads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -10,8 +10,11 @@ from linattn_cli.kernels.forms.ahla import ahla
 from linattn_cli.kernels.forms.hla2 import hla2
 from linattn_cli.kernels.forms.hla3 import hla3
 from linattn_cli.kernels.types import FormOutput
-from linattn_cli.layers.base import Mixer
+from linattn_cli.layers.base import Backbone, Mixer
 from linattn_cli.layers.decay import SelectiveDecay
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class HigherOrder(Mixer):
@@ -23,7 +26,15 @@ class HigherOrder(Mixer):
 
     form: Any = None
 
-    def __init__(self, d_model: int, heads: int, d_head: int, *, options: dict[str, Any], **backbone: Any) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        d_head: int | None = None,
+        *,
+        options: dict[str, Any],
+        **backbone: Unpack[Backbone],
+    ) -> None:
         super().__init__(d_model, heads, d_head, **backbone)
         self.options = options
         self.decay = None if options["decay"] == "none" else SelectiveDecay(d_model, self.kv_heads)
@@ -43,7 +54,20 @@ class HigherOrder(Mixer):
 
 
 class HLA2(HigherOrder):
-    """Second-order attention (arXiv 2510.27258); see the form `hla2` for the recurrence and the options."""
+    """Second-order attention (arXiv 2510.27258); see the form `hla2` for the recurrence.
+
+    masked       count a key only for values at or after it
+    readout      `raw`, or `ratio` that divides by the same sums with v = 1
+    ridge        ridge added to S, >= 0
+    decay        forget gate: none, moment, cascade, mask, or the paper's leaking `published`
+    state_form   carried state: `summary` (S, H), or the `paper`'s (S, C, G)
+    feature_map  of queries and keys: elu1, silu or identity
+    backbone     what every layer takes: see `Mixer`
+
+    >>> import torch
+    >>> HLA2(d_model=64, heads=4, decay="mask")(torch.randn(2, 10, 64)).shape
+    torch.Size([2, 10, 64])
+    """
 
     form = staticmethod(hla2)
 
@@ -51,7 +75,7 @@ class HLA2(HigherOrder):
         self,
         d_model: int,
         heads: int,
-        d_head: int,
+        d_head: int | None = None,
         *,
         masked: bool = True,
         readout: str = "raw",
@@ -59,7 +83,7 @@ class HLA2(HigherOrder):
         decay: str = "none",
         state_form: str = "summary",
         feature_map: str = "identity",
-        **backbone: Any,
+        **backbone: Unpack[Backbone],
     ) -> None:
         options = {
             "masked": masked,
@@ -73,7 +97,12 @@ class HLA2(HigherOrder):
 
 
 class AHLA(HigherOrder):
-    """Asymmetric second-order attention (arXiv 2510.27258); see the form `ahla` for the recurrence."""
+    """Asymmetric second-order attention (arXiv 2510.27258); see the form `ahla` for the recurrence.
+
+    readout      `raw`, or `ratio` that divides by the same sums with v = 1
+    decay        forget gate on both stages: none or cascade
+    feature_map  of queries and keys: elu1, silu or identity
+    """
 
     form = staticmethod(ahla)
 
@@ -81,19 +110,25 @@ class AHLA(HigherOrder):
         self,
         d_model: int,
         heads: int,
-        d_head: int,
+        d_head: int | None = None,
         *,
         readout: str = "raw",
         decay: str = "none",
         feature_map: str = "identity",
-        **backbone: Any,
+        **backbone: Unpack[Backbone],
     ) -> None:
         options = {"readout": readout, "decay": decay, "feature_map": feature_map}
         super().__init__(d_model, heads, d_head, options=options, **backbone)
 
 
 class HLA3(HigherOrder):
-    """Third-order attention (arXiv 2510.27258); see the form `hla3` for the recurrences and the options."""
+    """Third-order attention (arXiv 2510.27258); see the form `hla3` for the recurrences.
+
+    variant      `causal`, or the set that the paper's form sums, `published`
+    readout      `raw`, or `ratio` that divides by the same sums with v = 1
+    decay        forget gate: none, moment, cascade or mask
+    feature_map  of queries and keys: elu1, silu or identity
+    """
 
     form = staticmethod(hla3)
 
@@ -101,13 +136,13 @@ class HLA3(HigherOrder):
         self,
         d_model: int,
         heads: int,
-        d_head: int,
+        d_head: int | None = None,
         *,
         variant: str = "causal",
         readout: str = "raw",
         decay: str = "none",
         feature_map: str = "identity",
-        **backbone: Any,
+        **backbone: Unpack[Backbone],
     ) -> None:
         options = {"variant": variant, "readout": readout, "decay": decay, "feature_map": feature_map}
         super().__init__(d_model, heads, d_head, options=options, **backbone)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from linattn_cli.kernels.forms.linear import linear_attention
 from linattn_cli.kernels.types import FormOutput
-from linattn_cli.layers.base import Mixer
+from linattn_cli.layers.base import Backbone, Mixer
 from linattn_cli.layers.gates import zero_decay
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Linear(Mixer):
@@ -19,11 +22,11 @@ class Linear(Mixer):
         self,
         d_model: int,
         heads: int,
-        d_head: int,
+        d_head: int | None = None,
         *,
         feature_map: str = "elu1",
         readout: str = "ratio",
-        **backbone: Any,
+        **backbone: Unpack[Backbone],
     ) -> None:
         super().__init__(d_model, heads, d_head, **backbone)
         self.feature_map, self.readout = feature_map, readout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -11,8 +11,11 @@ from linattn_cli.kernels.forms.features import unit
 from linattn_cli.kernels.forms.mesa import LAMBDA0, mesa, rls
 from linattn_cli.kernels.penalty import penalty_gain
 from linattn_cli.kernels.types import FormOutput
-from linattn_cli.layers.base import Mixer
+from linattn_cli.layers.base import Backbone, Mixer
 from linattn_cli.layers.gates import zero_decay
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Regression(Mixer):
@@ -24,11 +27,11 @@ class Regression(Mixer):
         self,
         d_model: int,
         heads: int,
-        d_head: int,
+        d_head: int | None = None,
         *,
         lambda0: float = LAMBDA0,
         feature_map: str = "silu",
-        **backbone: Any,
+        **backbone: Unpack[Backbone],
     ) -> None:
         super().__init__(d_model, heads, d_head, **backbone)
         self.lambda0, self.feature_map = lambda0, feature_map

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from linattn_cli.kernels.forms.features import unit
 from linattn_cli.kernels.forms.vla import vla, vla_directions
 from linattn_cli.kernels.types import FormOutput
-from linattn_cli.layers.base import Mixer
+from linattn_cli.layers.base import Backbone, Mixer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class VLA(Mixer):
@@ -17,13 +20,29 @@ class VLA(Mixer):
 
     The penalty directions are `u_t = W_u k_t / (|W_u k_t| sqrt(d_head))`, normalised per head, with W_u square
     over all key heads, so that it mixes them, and k the key before its feature map.
+
+    lambda0         ridge of the penalty, > 0
+    penalty         directions u: `learned`, `key` (u = k), or `none` (A = I / lambda0)
+    normalise_gate  write along a / |a|
+    feature_map     of queries and keys: elu1, silu or identity
+    readout         `ratio` divides by phi(q).z, `raw` does not
+    beta            `sigmoid` is a learned write strength per head, `none` is 1
+    backbone        what every layer takes: see `Mixer`
+
+    >>> import torch
+    >>> attention = VLA(d_model=64, heads=4)
+    >>> x = torch.randn(2, 10, 64)
+    >>> y, state = attention(x, return_state=True)
+    >>> z, state = attention(torch.randn(2, 1, 64), state, return_state=True)  # the token that follows
+    >>> y.shape, z.shape, state.tokens.tolist()
+    (torch.Size([2, 10, 64]), torch.Size([2, 1, 64]), [11, 11])
     """
 
     def __init__(
         self,
         d_model: int,
         heads: int,
-        d_head: int,
+        d_head: int | None = None,
         *,
         lambda0: float = 0.1,
         penalty: str = "learned",
@@ -31,7 +50,7 @@ class VLA(Mixer):
         feature_map: str = "elu1",
         readout: str = "ratio",
         beta: str = "none",
-        **backbone: Any,
+        **backbone: Unpack[Backbone],
     ) -> None:
         super().__init__(d_model, heads, d_head, **backbone)
         self.options = {
@@ -41,7 +60,7 @@ class VLA(Mixer):
             "feature_map": feature_map,
         }
         self.readout = readout
-        width = self.kv_heads * d_head
+        width = self.kv_heads * self.d_head
         self.direction = nn.Linear(width, width, bias=False) if penalty == "learned" else None
         self.beta = nn.Linear(d_model, self.kv_heads, bias=False) if beta == "sigmoid" else None
 

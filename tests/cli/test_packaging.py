@@ -132,6 +132,12 @@ def test_every_module_is_there_and_loaded_once(installed, tmp_path):
     assert expected <= set(loaded["names"])
 
 
+@pytest.mark.slow
+def test_type_checkers_find_the_types(installed, tmp_path):
+    code = "from importlib import resources; print((resources.files('linattn_cli') / 'py.typed').is_file())"
+    assert checked(*installed, "-c", code, cwd=tmp_path) == "True\n"
+
+
 def test_this_test_run_loads_no_module_twice():
     assert not {"kernels", "tasks", "recipes"} & set(sys.modules)
 
