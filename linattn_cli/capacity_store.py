@@ -155,6 +155,7 @@ class SweepFolder:
             if not folder._has_tables():
                 folder._make_table()
             folder._check()
+            lock.clear_leftovers()
         except BaseException:
             lock.close()
             raise

@@ -101,10 +101,19 @@ def save(run: Path, step: int, model: dict[str, Tensor], state: dict[str, Any]) 
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         fsync_folder(parent)
+    prune(run)
+    return final
+
+
+def prune(run: Path) -> None:
+    """Keep the last two checkpoints, and clear what killed processes left behind."""
+    parent = run / CHECKPOINTS
+    if not parent.is_dir():
+        return
+    with storage_errors(parent):
         for old in list_steps(run)[:-KEEP]:
             _remove(parent / f"step-{old}")
         _sweep(parent)
-    return final
 
 
 def load(run: Path, step: int | None = None) -> Checkpoint | None:

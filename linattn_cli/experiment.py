@@ -144,6 +144,8 @@ def _go_back(start: Start, run: RunFolder) -> Iterator[str]:
         yield f"continuing from {start.checkpoint.path}"
     for newer in checkpoints.discard_after(run.path, start.step):
         yield f"dropped the checkpoint of step {newer}"
+    checkpoints.prune(run.path)
+    run.clear_leftovers()
     run.cut_metrics(start.step)
     if start.changed:
         run.write_recipe(dump_recipe(start.config, beside_code=True))

@@ -184,6 +184,12 @@ class RunFolder:
             self._metrics.write(to_json(row, indent=None) + "\n")
             self._metrics.flush()
 
+    def clear_leftovers(self) -> None:
+        """Remove what killed processes left half written; the lock says that nobody else is writing."""
+        for left in self.path.glob(".*.tmp"):
+            with storage_errors(left):
+                left.unlink(missing_ok=True)
+
     def sync_metrics(self) -> None:
         """Wait until the disk has every line; called before a checkpoint that vouches for them."""
         if self._metrics is not None:
