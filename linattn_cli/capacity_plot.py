@@ -45,7 +45,14 @@ def picture(config: Mapping[str, Any], env: Mapping[str, Any], found: Sequence[R
         "band": "least to largest over seeds" if any(count > 1 for count in seeds) else None,
     }
     fixed = {name: value for name, value in task.items() if name not in varied}
-    title = f"Accuracy on {task_of({'task': fixed})} at the best learning rate, chosen on validation data"
+    rates = {row["lr"] for row in rows}
+    tried = max((row["lrs"] for row in rows), default=1) > 1
+    at = (
+        "at the best learning rate, chosen on validation data"
+        if tried
+        else f"at lr {'/'.join(map(str, sorted(rates)))}"
+    )
+    title = f"Accuracy on {task_of({'task': fixed})} {at}"
     return Picture(
         title=title,
         caption=plotting.caption(settings, env),
@@ -101,7 +108,13 @@ def _annotate(axes: Any, sizes: Sequence[float], means: Sequence[float], places:
         if all(size != other or abs(mean - height) > 0.045 for other, height in drawn):
             drawn.append((size, mean))
             axes.annotate(
-                f"{place}", (size, mean), textcoords="offset points", xytext=(5, -8), fontsize=7, color=colour
+                f"{place}",
+                (size, mean),
+                textcoords="offset points",
+                xytext=(5, -8),
+                fontsize=7,
+                color=colour,
+                path_effects=plotting.halo(),
             )
 
 

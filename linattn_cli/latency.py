@@ -66,8 +66,8 @@ def run(plan: Plan, doc: output.Document) -> None:
         from linattn_cli import plotting
         from linattn_cli.latency_plot import picture
 
-        tokens = {name: found.tokens for name, found in crossovers.items()}
-        plotting.save(plan.plot, picture(doc.config, doc.env, rows + bench.bisected, tokens))
+        crossed = {name: found.tokens for name, found in crossovers.items()}
+        plotting.save(plan.plot, picture(doc.config, doc.env, rows + bench.bisected, crossed))
         doc.note(f"plot saved in {plan.plot}")
     _warn_of_noise(doc)
     _conclude(doc, rows)

@@ -293,9 +293,9 @@ def _drawn(picture: Picture, panels: Sequence[Panel], *, whole: bool) -> Iterato
     import matplotlib
     from matplotlib.figure import Figure
 
-    fonts = {"svg.fonttype": "path" if whole else "none"}
-    with matplotlib.rc_context({**STYLE, **fonts}):
-        layout = _layout(panels)
+    style: Any = {**STYLE, "svg.fonttype": "path" if whole else "none"}
+    with matplotlib.rc_context(style):
+        layout: Any = _layout(panels)
         columns = len(layout[0])
         tall = [max(panel.tall for panel in panels if _index(panels, panel) in row) for row in layout]
         width, height = PANEL_INCHES

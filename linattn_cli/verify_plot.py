@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from linattn_cli import plotting
@@ -36,7 +37,7 @@ def picture(config: Mapping[str, Any], env: Mapping[str, Any], rows: Sequence[Ro
     panels = [
         Panel(
             dtype,
-            lambda axes, dtype=dtype: _draw(axes, [row for row in judged if row["dtype"] == dtype], forms),
+            partial(_draw, rows=[row for row in judged if row["dtype"] == dtype], forms=forms),
             tall=max(0.7, min(2.0, 0.11 * len(forms) + 0.25)),
         )
         for dtype in dtypes

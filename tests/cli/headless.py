@@ -13,6 +13,7 @@ import json
 import os
 import select
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -36,8 +37,18 @@ OVERFLOW = """(() => {
 
 
 def find() -> str | None:
-    """The browser of `LINATTN_BROWSER`, else the first one on the path."""
-    return os.environ.get("LINATTN_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
+    """The browser of `LINATTN_BROWSER`, else the first one on the path that starts at all."""
+    if "LINATTN_BROWSER" in os.environ:
+        return os.environ["LINATTN_BROWSER"]
+    return next((path for path in map(shutil.which, NAMES) if path is not None and _starts(path)), None)
+
+
+def _starts(path: str) -> bool:
+    """Some systems have only a stub that tells how to install the browser."""
+    try:
+        return subprocess.run([path, "--version"], capture_output=True, timeout=TIMEOUT_S).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 @dataclass
@@ -67,7 +78,8 @@ class Browser:
         words = [
             *(path, "--headless", "--remote-debugging-pipe", f"--user-data-dir={profile}", "--disable-gpu"),
             *("--disable-dev-shm-usage", "--no-first-run", "--disable-extensions", "--disable-background-networking"),
-            *("--hide-scrollbars", *(["--no-sandbox"] if os.geteuid() == 0 else [])),
+            # Containers often have no namespaces for a sandbox, and the pages are our own.
+            *("--hide-scrollbars", "--no-sandbox"),
         ]
         actions = [(os.POSIX_SPAWN_DUP2, ends[0], 3), (os.POSIX_SPAWN_DUP2, ends[1], 4)]
         actions += [(os.POSIX_SPAWN_DUP2, null, 1), (os.POSIX_SPAWN_DUP2, null, 2)]
