@@ -114,7 +114,7 @@ def _annotate(axes: Any, sizes: Sequence[float], means: Sequence[float], places:
                 xytext=(5, -8),
                 fontsize=7,
                 color=colour,
-                path_effects=plotting.halo(),
+                bbox=plotting.ON_LINES,
             )
 
 

@@ -25,11 +25,11 @@ def picture(
     return Picture(
         title=f"{what.get(config['mode'], config['mode'])}: time over length",
         caption=plotting.caption(settings, where) + " · band: 10 % to 90 % of the repetitions",
-        panels=[Panel("Milliseconds over tokens", lambda axes: _draw(axes, rows, crossovers, config["mode"]))],
+        panels=[Panel("Milliseconds over tokens", lambda axes: _draw(axes, rows, crossovers, config))],
     )
 
 
-def _draw(axes: Any, rows: Sequence[Row], crossovers: Mapping[str, int | None], mode: str) -> None:
+def _draw(axes: Any, rows: Sequence[Row], crossovers: Mapping[str, int | None], config: Mapping[str, Any]) -> None:
     curves = _curves(rows)
     looks = plotting.looks(curves)
     for name, points in curves.items():
@@ -38,12 +38,14 @@ def _draw(axes: Any, rows: Sequence[Row], crossovers: Mapping[str, int | None], 
         axes.plot(lengths, middle, label=name, **looks[name])
         axes.fill_between(lengths, low, high, alpha=0.12, color=looks[name]["color"], linewidth=0)
     _mark(axes, curves, looks, crossovers)
-    asked = [row["seq_len"] for points in curves.values() for row in points]
+    # The lengths of bisections are between those asked for, and need no tick.
+    timed = {row["seq_len"] for points in curves.values() for row in points}
+    asked = [tokens for tokens in config["seq_lens"] if tokens in timed]
     if asked:
         plotting.log_axis(axes.yaxis)
         plotting.power_ticks(axes.xaxis, asked)
-    axes.set_xlabel("context (tokens)" if mode == "decode" else "sequence length (tokens)")
-    axes.set_ylabel("ms a token, median" if mode == "decode" else "ms a call, median")
+    axes.set_xlabel("context (tokens)" if config["mode"] == "decode" else "sequence length (tokens)")
+    axes.set_ylabel("ms a token, median" if config["mode"] == "decode" else "ms a call, median")
 
 
 def _mark(
@@ -73,7 +75,7 @@ def _mark(
             ha="left" if below else "right",
             fontsize=8,
             color=colour,
-            path_effects=plotting.halo(),
+            bbox=plotting.ON_LINES,
         )
 
 

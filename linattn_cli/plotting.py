@@ -56,6 +56,9 @@ STYLE: dict[str, Any] = {
     "svg.hashsalt": "linattn",  # the same picture is the same bytes
 }
 
+ON_LINES: dict[str, Any] = {"boxstyle": "square,pad=0.08", "facecolor": "white", "edgecolor": "none", "alpha": 0.7}
+"""Box that keeps a figure legible where it lies on lines."""
+
 Look = dict[str, Any]
 """Arguments of matplotlib's `plot` that tell a series from the others."""
 
@@ -166,13 +169,6 @@ def line_only(style: Look) -> Look:
     return {key: value for key, value in style.items() if not key.startswith("marker")}
 
 
-def halo() -> list[Any]:
-    """A white rim that keeps a figure legible where it lies on lines."""
-    from matplotlib.patheffects import withStroke
-
-    return [withStroke(linewidth=2.5, foreground="white")]
-
-
 def present(points: Iterable[tuple[Any, Any]]) -> list[tuple[float, float]]:
     """Points that can be drawn: neither missing, as None in a JSON document, nor nan or infinite."""
     return [(x, y) for x, y in points if x is not None and y is not None and math.isfinite(x) and math.isfinite(y)]
@@ -241,7 +237,7 @@ def caption(settings: Mapping[str, Any], env: Mapping[str, Any]) -> str:
         else []
     )
     where += [str(env[name]) for name in ("dtype", "impl") if env.get(name)]
-    where += [f"seed {env['seed']}"] if env.get("seed") is not None and "seed" not in settings else []
+    where += [f"seed {env['seed']}"] if env.get("seed") is not None and not {"seed", "seeds"} & set(settings) else []
     where += [f"{name} {env[name]}" for name in ("torch", "linattn") if env.get(name)]
     where += [f"commit {env['commit']}"] if env.get("commit") else []
     return " · ".join([*parts, ", ".join(where)])

@@ -221,3 +221,22 @@ def test_copying_is_shown_too(capsys, tmp_path):
     code, out, err = call(capsys, "eval", tmp_path / "run", "--show", "1", "--quiet", "--plot", tmp_path / "x.png")
     assert code == 0, err
     assert re.search(r"Example 1 \(seq_len 5\): \d of 5 right", out)
+
+
+def test_latency_marks_the_crossover_and_names_the_lengths_asked_for(tmp_path):
+    from linattn_cli import latency_plot, plotting
+
+    def row(model, impl, tokens, ms):
+        quantiles = {f"latency_ms_p{p}": ms for p in (10, 50, 90)}
+        return {"model": model, "impl": impl, "seq_len": tokens, **quantiles}
+
+    rows = [row("softmax", "sdpa", tokens, tokens / 100) for tokens in (256, 512, 600, 1024)]
+    rows += [row("vla", "chunk", tokens, 6.0) for tokens in (256, 512, 600, 1024)]
+    rows.append(row("linear", "chunk", 256, None))
+    config = {"mode": "decode", "batch": 1, "heads": 2, "d_head": 8, "repetitions": 20, "seq_lens": [256, 512, 1024]}
+    plotting.save(tmp_path / "x.svg", latency_plot.picture(config, {}, rows, {"vla chunk": 600, "linear chunk": None}))
+    found = texts(tmp_path / "x.svg").split("\n")
+    for text in ("256", "512", "1k", "where it meets softmax", "ms a token, median", "context (tokens)"):
+        assert text in found
+    assert found.count("600") == 1  # beside the star, and no tick
+    assert not any("linear" in text for text in found)
