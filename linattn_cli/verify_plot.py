@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from linattn_cli import plotting
+from linattn_cli.own_mixer import short_name
 from linattn_cli.plotting import FAULT, Panel, Picture
 from linattn_cli.verify_report import share
 
@@ -22,7 +23,7 @@ def picture(config: Mapping[str, Any], env: Mapping[str, Any], rows: Sequence[Ro
     forms = list(dict.fromkeys(row["form"] for row in judged))
     dtypes = list(dict.fromkeys(row["dtype"] for row in judged))
     failed = sum(not row["passed"] for row in judged)
-    models = config["models"]
+    models = [short_name(name) for name in config["models"]]
     settings = {
         "operators": models if len(models) <= 6 else len(models),
         "seq_len": config["seq_len"],
@@ -77,7 +78,7 @@ def _draw(axes: Any, rows: Sequence[Row], forms: Sequence[str]) -> None:
     axes.axvline(1.0, color=FAULT, linewidth=1.4, linestyle=plotting.DASHES[1], label="budget")
     shares = [max(share(row), floor) for row in rows]
     # float64 keeps far from its budget, half precision near: each panel has the range of its own errors.
-    axes.set_xlim(min(0.02, min(shares) / 2), max(4.0, axes.get_xlim()[1]))
+    axes.set_xlim(min(0.02, min(shares) / 2), max(4.0, 2 * axes.get_xlim()[1]))
     plotting.log_axis(axes.xaxis)
     axes.set_ylim(-0.6, len(names) - 0.4)
     axes.set_yticks([heights[form] for form in names], [_row_name(form, rows) for form in names])
@@ -93,28 +94,27 @@ def _draw_failed(axes: Any, rows: Sequence[Row], heights: Mapping[str, int]) -> 
     points = [(min(share(row), 10 * largest), heights[row["form"]]) for row in rows]
     style = {"color": FAULT, "marker": "X", "markersize": 7, "linestyle": "none", "zorder": 4}
     axes.plot(*zip(*points, strict=True), label="beyond budget", **style)
-    worst = sorted(zip(points, rows, strict=True), key=lambda pair: -pair[0][0])
-    named: set[tuple[str, str]] = set()
-    for (x, y), row in worst:
-        place = row["model"], row["form"]
-        if place in named or any(form == row["form"] for _, form in named):
-            continue
-        named.add(place)
+    places = [(x, y, row) for (x, y), row in zip(points, rows, strict=True)]
+    worst: dict[int, tuple[float, Row]] = {}
+    for x, y, row in places:
+        if y not in worst or x > worst[y][0]:
+            worst[int(y)] = x, row
+    for y, (_, row) in sorted(worst.items(), key=lambda pair: -pair[1][0])[:_NAMED]:
+        left = min(x for x, other, _ in places if other == y)
         axes.annotate(
-            f"{row['model']} {row['quantity']}",
-            (x, y),
+            f"{short_name(row['model'])} {row['quantity']}",
+            (left, y),
             textcoords="offset points",
             xytext=(-7, 0),
             ha="right",
             va="center",
             fontsize=7,
+            bbox=plotting.ON_LINES,
         )
-        if len(named) == _NAMED:
-            break
 
 
 def _row_name(form: str, rows: Sequence[Row]) -> str:
     """The form, how many checks, and the largest error itself."""
     mine = [row for row in rows if row["form"] == form]
     errors = [row["max_error"] for row in mine if row["max_error"] is not None]
-    return f"{form}\n{len(mine)} checks" + (f", ≤ {max(errors):.1e}" if errors else "")
+    return f"{form}\n{len(mine)} check{'s' if len(mine) > 1 else ''}" + (f", ≤ {max(errors):.1e}" if errors else "")
