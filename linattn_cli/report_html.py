@@ -27,6 +27,7 @@ td { overflow-wrap: break-word; }
 a { color: var(--link); }
 p.meta, figcaption { color: var(--soft); font-size: 0.875rem; margin: 0.2rem 0 0; }
 nav ol { padding-left: 1.3rem; }
+nav span { color: var(--soft); font-size: 0.875rem; margin-left: 0.4rem; }
 section { border-top: 2px solid var(--ink); margin-top: 2.5rem; padding-top: 0.9rem; }
 .status { display: inline-block; border: 1px solid currentColor; border-radius: 0.3rem; padding: 0 0.4rem;
   font-size: 0.8rem; font-weight: 600; }
@@ -36,7 +37,8 @@ dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)
 dl div { background: var(--wash); border-radius: 0.4rem; padding: 0.5rem 0.7rem; }
 dt { color: var(--soft); font-size: 0.78rem; overflow-wrap: anywhere; }
 dd { margin: 0; font-size: 1.15rem; font-weight: 600; font-variant-numeric: tabular-nums; }
-.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.2rem; }
+.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr));
+  gap: 1.2rem; margin-top: 1rem; }
 figure { margin: 0; min-width: 0; }
 figure h4 { margin: 0 0 0.2rem; font-size: 0.95rem; }
 svg { display: block; width: 100%; height: auto; max-width: 42rem; }
@@ -96,7 +98,8 @@ def _contents(sections: Sequence[Section]) -> Iterator[str]:
     if len(sections) > 1:
         yield '<nav aria-label="Contents"><ol>'
         for number, section in enumerate(sections, start=1):
-            yield f'<li><a href="#s{number}">{escape(section.title)}</a> ({escape(section.kind)})</li>'
+            where = f"<span>{escape(section.kind)}, {escape(section.source)}</span>"
+            yield f'<li><a href="#s{number}">{escape(section.title)}</a> {where}</li>'
         yield "</ol></nav>"
 
 
@@ -115,7 +118,7 @@ def _section(section: Section, number: int) -> Iterator[str]:
         yield '<div class="pictures">'
         for title, svg in plotting.svgs(section.picture, f"s{number}"):
             yield f"<figure><h4>{escape(title)}</h4>{svg}</figure>"
-        yield f"</div><p class='meta'>{escape(section.picture.caption)}</p>"
+        yield f'</div><p class="meta">{escape(section.picture.caption)}</p>'
     for table in section.tables:
         yield from _table(table)
     if section.commands:
