@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from linattn_cli.config import RunConfig, Scalar, SweepConfig, SweepGrid, derive, split_arm
+from linattn_cli.config import derive
 from linattn_cli.kernels.registry import MIXERS
 from linattn_cli.output import CliError
 from linattn_cli.own_mixer import is_own
 from linattn_cli.recipe import nearest, parse_value
+from linattn_cli.settings import RunConfig, Scalar, SweepConfig, SweepGrid, split_arm
 
 Changes = dict[str, Scalar]
 

@@ -17,7 +17,7 @@ from linattn_cli.runs import CHECKPOINTS, RunFolder
 if TYPE_CHECKING:
     import torch
 
-    from linattn_cli.config import RunConfig
+    from linattn_cli.settings import RunConfig
 
 PROBE_STEPS = 8
 
@@ -99,7 +99,7 @@ def _prepare(job: Work) -> tuple[RunConfig, torch.device]:
     import torch
 
     from linattn_cli import environment, own_mixer
-    from linattn_cli.config import RunConfig
+    from linattn_cli.settings import RunConfig
 
     torch.set_num_threads(job["threads"])
     name = job["config"]["model"]["name"]

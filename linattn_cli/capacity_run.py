@@ -16,10 +16,11 @@ from linattn_cli.capacity import IMMATERIAL, Cell, cells_of
 from linattn_cli.capacity_cell import Outcome, Work
 from linattn_cli.capacity_store import LOG, RECIPE, SweepFolder, resume_command
 from linattn_cli.capacity_workers import LocalPool, Pool
-from linattn_cli.config import RunConfig, SweepConfig, load_run_config
+from linattn_cli.config import load_run_config
 from linattn_cli.experiment import differences
 from linattn_cli.output import EXIT_INTERRUPTED, EXIT_TERMINATED, CliError, Document, Terminated
 from linattn_cli.render import cell as shown
+from linattn_cli.settings import RunConfig, SweepConfig
 
 if TYPE_CHECKING:
     import torch

@@ -23,11 +23,12 @@ from typing import Any
 
 from linattn_cli.capacity import Cell
 from linattn_cli.capacity_cell import Outcome
-from linattn_cli.config import RunConfig, dump_recipe
+from linattn_cli.config import dump_recipe
 from linattn_cli.experiment import record_recipe
 from linattn_cli.output import CliError, write_stderr
 from linattn_cli.recipe import read_recipe
 from linattn_cli.runs import RunFolder, make_numbered, newer_format, storage_errors, write_atomic
+from linattn_cli.settings import RunConfig
 
 DATABASE = "sweep.sqlite"
 RECIPE = "sweep.yaml"

@@ -81,8 +81,8 @@ def complete_run(incomplete: str) -> list[Offer]:
 
 def complete_setting(incomplete: str) -> list[Offer]:
     """Keys of a recipe, as `--set` takes them."""
-    from linattn_cli.config import TASK_CONFIGS, ModelConfig, TrainConfig
     from linattn_cli.kernels.registry import MIXERS
+    from linattn_cli.settings import TASK_CONFIGS, ModelConfig, TrainConfig
 
     keys = ["seed"]
     keys += [f"model.{key}" for key in ModelConfig.model_fields if key != "options"]

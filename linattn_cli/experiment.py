@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linattn_cli import own_mixer
-from linattn_cli.config import MqarConfig, RunConfig, dump_recipe, load_run_config
+from linattn_cli.config import dump_recipe, load_run_config
 from linattn_cli.output import CliError
 from linattn_cli.recipe import read_recipe
 from linattn_cli.runs import RECIPE, RunFolder, read_metrics, require_run, resume_command
+from linattn_cli.settings import MqarConfig, RunConfig
 
 if TYPE_CHECKING:
     import torch

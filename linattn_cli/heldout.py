@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linattn_cli import own_mixer
-from linattn_cli.config import RunConfig, load_run_config
+from linattn_cli.config import load_run_config
 from linattn_cli.output import CliError, Document
 from linattn_cli.recipe import read_recipe
 from linattn_cli.runs import RECIPE, require_run, resume_command
+from linattn_cli.settings import RunConfig
 
 if TYPE_CHECKING:
     from linattn_cli.checkpoints import Checkpoint

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from linattn_cli import own_mixer
-from linattn_cli.config import ModelConfig
 from linattn_cli.latency_cases import Arm, Setting, Tensors, mixer_arm
+from linattn_cli.settings import ModelConfig
 
 LAYER = "layer"
 """What the implementation of a layer is called that chooses none."""

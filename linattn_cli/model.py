@@ -14,7 +14,7 @@ from linattn_cli.layers.base import Mixer, MixerState, token_positions
 from linattn_cli.own_mixer import is_own
 
 if TYPE_CHECKING:
-    from linattn_cli.config import ModelConfig
+    from linattn_cli.settings import ModelConfig
 
 
 class ModelState(NamedTuple):

@@ -9,10 +9,11 @@ from typing import Any
 
 from linattn_cli.capacity import parse_arm
 from linattn_cli.commands.probe_norm import SOURCES
-from linattn_cli.config import RunConfig, load_run_config
+from linattn_cli.config import load_run_config
 from linattn_cli.kernels.registry import MIXERS
 from linattn_cli.output import CliError, Document
 from linattn_cli.runs import RECIPE, require_run
+from linattn_cli.settings import RunConfig
 
 SEQ_LEN = 1000
 OPERATOR, MODEL = SOURCES

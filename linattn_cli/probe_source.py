@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from linattn_cli.config import RunConfig
 from linattn_cli.evaluation import precision, to_device
 from linattn_cli.kernels.forms.features import unit
 from linattn_cli.kernels.forms.vla import vla_directions
@@ -27,6 +26,7 @@ from linattn_cli.output import CliError
 from linattn_cli.own_mixer import find_mixer, is_own, load, short_name
 from linattn_cli.probe_states import Recurrence
 from linattn_cli.runs import resume_command
+from linattn_cli.settings import RunConfig
 from linattn_cli.verify_mixers import form_of
 
 if TYPE_CHECKING:

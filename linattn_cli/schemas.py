@@ -144,7 +144,7 @@ def _results(made: Output) -> Schema:
 
 def recipe_definitions() -> Schema:
     """`RunConfig` and its sections as definitions of a schema; every key of a resolved recipe is there."""
-    from linattn_cli.config import RunConfig
+    from linattn_cli.settings import RunConfig
 
     whole = RunConfig.model_json_schema(ref_template="#/$defs/{model}")
     definitions: Schema = whole.pop("$defs")

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from linattn_cli import checkpoints
-from linattn_cli.config import TrainConfig
 from linattn_cli.cuda_graph import RecordedStep, can_record
 from linattn_cli.diagnosis import first_nonfinite
 from linattn_cli.evaluation import Scored, evaluate, score_tensors, scored_positions, to_device
 from linattn_cli.output import CliError
 from linattn_cli.runs import RunFolder, newer_format, resume_command
+from linattn_cli.settings import TrainConfig
 from linattn_cli.tasks.types import Task
 
 TIMING_KEYS = ("tokens_per_s", "elapsed_s")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from linattn_cli import own_mixer
 from linattn_cli.compare import Comparison, Scale, budget, compare, name_of
-from linattn_cli.config import ModelConfig
+from linattn_cli.settings import ModelConfig
 from linattn_cli.verify import Row, judged, unjudged
 from linattn_cli.verify_cases import Sizes
 from linattn_cli.verify_forms import named_state

@@ -23,8 +23,8 @@ from linattn_cli.layers.base import MixerState
 from linattn_cli.output import EXIT_MEMORY, describe_error
 
 if TYPE_CHECKING:
-    from linattn_cli.config import ModelConfig
     from linattn_cli.own_mixer import Own
+    from linattn_cli.settings import ModelConfig
 
 
 def build_own(config: ModelConfig) -> nn.Module:

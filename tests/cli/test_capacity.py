@@ -7,8 +7,9 @@ import pytest
 
 from linattn_cli.capacity import Cell, cells_of, parse_arm
 from linattn_cli.capacity_run import Request, _load
-from linattn_cli.config import RunConfig, SweepConfig, dump_recipe, load_run_config
+from linattn_cli.config import dump_recipe, load_run_config
 from linattn_cli.output import CliError
+from linattn_cli.settings import RunConfig, SweepConfig
 
 
 def grid(**lists):
@@ -187,7 +188,7 @@ def test_a_wrong_recipe_is_refused_with_its_line(tmp_path, text, message):
 
 
 def test_a_mixer_of_the_users_own_keeps_the_colon_of_its_path():
-    from linattn_cli.config import split_arm
+    from linattn_cli.settings import split_arm
 
     assert split_arm("mine.py:Mine:gain=2") == ("mine.py:Mine", ["gain=2"])
 

@@ -6,7 +6,7 @@ from linattn_cli import capacity_report as report
 from linattn_cli.capacity import cells_of
 from linattn_cli.capacity_cell import Outcome
 from linattn_cli.capacity_store import COLUMNS, SweepFolder
-from linattn_cli.config import RunConfig, SweepConfig
+from linattn_cli.settings import RunConfig, SweepConfig
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from linattn_cli.capacity import cells_of
 from linattn_cli.capacity_cell import crashed
 from linattn_cli.capacity_store import COLUMNS, DATABASE, SweepFolder, cell_of
-from linattn_cli.config import RunConfig, SweepConfig
 from linattn_cli.output import CliError
+from linattn_cli.settings import RunConfig, SweepConfig
 
 CONFIG = RunConfig(sweep=SweepConfig(n_pairs=[2, 4], seeds=[0, 1]))
 FINISHED = {"accuracy": 0.5, "validation_accuracy": 0.6, "steps": 3, "parameters": 9, "unknown_figure": 1}

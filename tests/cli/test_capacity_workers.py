@@ -13,8 +13,9 @@ from linattn_cli.capacity import cells_of
 from linattn_cli.capacity_cell import crashed, work
 from linattn_cli.capacity_run import default_workers, job_of, run_cells
 from linattn_cli.capacity_workers import LocalPool
-from linattn_cli.config import RunConfig, SweepConfig, load_run_config
+from linattn_cli.config import load_run_config
 from linattn_cli.output import CliError
+from linattn_cli.settings import RunConfig, SweepConfig
 
 TINY = load_run_config(
     sets=["model={d_model: 16, heads: 2, d_head: 8, ffn: 16, name: linear}", "task={vocab_size: 16}"],

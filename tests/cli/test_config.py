@@ -7,10 +7,11 @@ import itertools
 
 import pytest
 
-from linattn_cli.config import TASK_CONFIGS, RunConfig, dump_recipe, load_run_config
+from linattn_cli.config import dump_recipe, load_run_config
 from linattn_cli.kernels.registry import MIXERS
 from linattn_cli.output import CliError
 from linattn_cli.recipe import dump_yaml, parse_recipe, parse_value, read_recipe, recipe_names
+from linattn_cli.settings import TASK_CONFIGS, RunConfig
 from linattn_cli.tasks import TASKS
 
 

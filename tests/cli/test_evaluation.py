@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from linattn_cli.config import RunConfig, load_run_config
+from linattn_cli.config import load_run_config
 from linattn_cli.evaluation import evaluate, score_tensors
 from linattn_cli.heldout import grid
 from linattn_cli.model import build_model
 from linattn_cli.output import CliError
+from linattn_cli.settings import RunConfig
 from linattn_cli.tasks import make_task
 
 CPU = torch.device("cpu")

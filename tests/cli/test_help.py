@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 
-from linattn_cli.config import RunConfig
+from linattn_cli.settings import RunConfig
 from linattn_cli.sources import option_name
 from tests import readme_blocks
 from tests.readme_blocks import BLOCKS, commands, default_of, help_block, options_of

@@ -26,10 +26,10 @@ import pytest
 import torch
 
 from linattn_cli import output
-from linattn_cli.config import RunConfig
 from linattn_cli.output import CliError, Terminated, describe_error
 from linattn_cli.progress import Progress
 from linattn_cli.render import cell, column_names, jsonable, to_json
+from linattn_cli.settings import RunConfig
 
 
 def run(body, **options) -> int:

@@ -12,10 +12,11 @@ import yaml
 
 from linattn_cli import own_mixer
 from linattn_cli.app import main
-from linattn_cli.config import ModelConfig, RunConfig, load_run_config
+from linattn_cli.config import load_run_config
 from linattn_cli.model import build_mixer
 from linattn_cli.output import CliError
 from linattn_cli.runs import read_metrics
+from linattn_cli.settings import ModelConfig, RunConfig
 from linattn_cli.training import TIMING_KEYS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_mixers.py"

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from linattn_cli import checkpoints
-from linattn_cli.config import TrainConfig
 from linattn_cli.output import CliError
 from linattn_cli.runs import RunFolder, read_metrics
+from linattn_cli.settings import TrainConfig
 from linattn_cli.tasks import make_task
 from linattn_cli.training import TIMING_KEYS, Trainer, learning_rate
 

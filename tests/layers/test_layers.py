@@ -7,10 +7,10 @@ import importlib
 import pytest
 import torch
 
-from linattn_cli.config import ModelConfig
 from linattn_cli.kernels.registry import MIXERS
 from linattn_cli.layers.conv import ShortConv
 from linattn_cli.model import build_mixer, build_model
+from linattn_cli.settings import ModelConfig
 
 T, VOCABULARY = 13, 20
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from linattn_cli.config import ModelConfig
 from linattn_cli.kernels.registry import MIXERS
 from linattn_cli.layers.decay import SelectiveDecay
 from linattn_cli.model import build_model
+from linattn_cli.settings import ModelConfig
 
 SETTINGS = [
     (name, {option: value})

@@ -8,9 +8,10 @@ import pytest
 
 from linattn_cli.app import main
 from linattn_cli.capacity import cells_of
-from linattn_cli.config import RunConfig, SweepConfig, load_run_config
+from linattn_cli.config import load_run_config
 from linattn_cli.kernels.registry import MIXERS
 from linattn_cli.recipe import parse_value, recipe_names, recipe_summary
+from linattn_cli.settings import RunConfig, SweepConfig
 
 FILES = resources.files("linattn_cli.recipes")
 LINE = re.compile(r"^(?P<indent> *)(?P<key>\w+):(?P<value> [^#]*)?(#(?P<comment>.*))?$")
