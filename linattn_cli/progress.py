@@ -130,6 +130,6 @@ def _bar_class(progress: Progress) -> Any:
             left = progress.left_s()
             if progress.work is not None and left > 0:
                 shown["rate"] = (progress.total - progress.done) / left  # tqdm divides by it again
-            return shown
+            return dict(shown)
 
     return Bar
