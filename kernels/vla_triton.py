@@ -219,7 +219,7 @@ def vla_triton(
 ) -> tuple[Tensor, Tensor, Tensor, PenaltyState, Tensor]:
     """The default form of `vla`, K at most 128: quotients, denominators `[B, T, Q]` (not differentiable), S, the
     penalty and z after the last token. q, k before their feature map; u None is the unit key."""
-    mass, inverse, age = penalty.carried(state, k)
+    mass, inverse, age = penalty.carried(state, k, lambda0)
     inputs = (q, k, v, u, S, mass, z)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     arguments = (q, k, v, u, S, mass, inverse, z, feature_map, float(lambda0), floor, chunk_size or 0, save)

@@ -1,8 +1,8 @@
 """The penalty gain on a GPU: the launches of its forward and backward, as two custom operators.
 
-Forward: masses at the edges of the super-chunks, then one kernel that inverts them and walks. Backward, with
-y = gain(u, dx): `dk = y`, and du from a scan of `y x^T + x y^T` in reverse time. Saved: x, the downdates w, and
-one mass and inverse a super-chunk.
+Forward: masses at the edges of the super-chunks, their inverses, the downdates, and the walk that applies them.
+One token from a given inverse is one launch. Backward, with y = gain(u, dx): `dk = y`, and du from a scan of
+`y x^T + x y^T` in reverse time. Saved: x, the downdates w, and one mass and inverse a super-chunk.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from linattn_cli.kernels.penalty.triton_kernels import (
     downdate_kernel,
     inverse_kernel,
     mass_gradient_kernel,
+    step_kernel,
 )
 from linattn_cli.kernels.triton_common import (
     Blocks,
@@ -57,10 +58,11 @@ def _warps(BK: int) -> int:
     return 1 if BK <= 64 else 8
 
 
-def penalty_forward(u, k, mass, inverse, lambda0, chunk, norm=None):
+def penalty_forward(u, k, mass, inverse, lambda0, chunk, norm=None, correct=True):
     """x, the final mass and inverse, and what the backward needs: masses and inverses at the edges, w, mass added.
 
-    With a `norm` `[B, T, Q]` to fill, x is divided by it. A given inverse belongs to the mass given.
+    With a `norm` `[B, T, Q]` to fill, x is divided by it. A given inverse belongs to the mass given. Gains are
+    corrected by their residual where they are float32 and the caller does not say that they need not be.
     """
     u, k = u.contiguous(), k.contiguous()
     mass = None if mass is None else mass.contiguous()
@@ -69,6 +71,8 @@ def penalty_forward(u, k, mass, inverse, lambda0, chunk, norm=None):
     blocks, split = _plan(u, chunk, given)
     _, length, supers = split
     x, final_inverse, inverses, w, added = _outputs(u, k, chunk, given)
+    if given and T == 1:
+        return _step(u, k, mass, inverse, norm, (x, final_inverse, inverses, w, added))
     masses, final_mass = edge_states(u, u, None, mass, H, blocks, split, end=True)
     if K > WIDEST:
         assert norm is None
@@ -85,7 +89,21 @@ def penalty_forward(u, k, mass, inverse, lambda0, chunk, norm=None):
         K=K, BK=blocks.BK, C=STEP, COPIES=warps, FINAL=given, num_warps=warps, num_stages=2,
     )  # fmt: skip
     ends = final_inverse if given else inverses[:, :, 1:]
-    _apply(k, x, norm, u, masses, ends, w, added, lambda0, blocks, split)
+    _apply(k, x, norm, u, masses, ends, w, added, lambda0, blocks, split, correct)
+    return x, final_mass, final_inverse, masses, inverses, w, added
+
+
+def _step(u, k, mass, inverse, norm, outputs):
+    """`penalty_forward` of one token from a given inverse, in one launch."""
+    x, final_inverse, inverses, w, added = outputs
+    B, _, H, K = u.shape
+    masses, final_mass = inverse.new_empty(B, H, 2, K, K), torch.empty_like(final_inverse)
+    BK = padded(K)
+    launch(
+        step_kernel, (B * H,),
+        u, k, mass, inverse.contiguous(), x, added if norm is None else norm, w, added, inverses, final_inverse, masses,
+        final_mass, K=K, BK=BK, G=k.shape[2] // H, UNIT=norm is not None, num_warps=4 if BK <= 64 else 8,
+    )  # fmt: skip
     return x, final_mass, final_inverse, masses, inverses, w, added
 
 
@@ -123,8 +141,11 @@ def _(mass, lambda0):
     return torch.empty(mass.shape, dtype=torch.float32, device=mass.device)
 
 
-def _apply(k, x, norm, u, masses, ends, w, added, lambda0: float, blocks: Blocks, split) -> None:
-    """Fill x, and norm where it is wanted, with the gains of k, from w and the inverses at the ends of super-chunks."""
+def _apply(k, x, norm, u, masses, ends, w, added, lambda0: float, blocks: Blocks, split, correct: bool) -> None:
+    """Fill x, and norm where it is wanted, with the gains of k, from w and the inverses at the ends of super-chunks.
+
+    A gain of half precision has no digits that the correction could mend.
+    """
     B, T, H, K = w.shape
     chunks, length, supers = split
     sizes = {"K": K, "BK": blocks.BK, "C": blocks.C, "G": k.shape[2] // H, "UNIT": norm is not None}
@@ -134,6 +155,8 @@ def _apply(k, x, norm, u, masses, ends, w, added, lambda0: float, blocks: Blocks
         apply_kernel, (supers * B * H,),
         k, ends, w, x, norm, *shape, **sizes, num_warps=blocks.num_warps, num_stages=1,
     )  # fmt: skip
+    if not correct or x.dtype != torch.float32:
+        return
     programs = max(ceil_div(chunks * B * H, SHARE), min(chunks * B * H, multiprocessors(u.device)))
     launch(
         correct_kernel, (programs,),
@@ -173,7 +196,9 @@ def _(u, k, mass, inverse, lambda0, chunk):
     return unfilled_results(u, k, chunk, inverse is not None)
 
 
-def penalty_backward(d_x, d_mass, d_inverse, u, x, final_inverse, masses, inverses, w, added, lambda0, chunk, given):
+def penalty_backward(
+    d_x, d_mass, d_inverse, u, x, final_inverse, masses, inverses, w, added, lambda0, chunk, given, correct=True
+):  # fmt: skip
     """Gradients of u, k and the initial mass; x are the gains themselves, not over their norms."""
     u = u.contiguous()
     d_x = torch.zeros_like(x) if d_x is None else d_x.contiguous()
@@ -187,7 +212,7 @@ def penalty_backward(d_x, d_mass, d_inverse, u, x, final_inverse, masses, invers
     else:
         y = torch.empty_like(d_x)
         ends = final_inverse if given else inverses[:, :, 1:]
-        _apply(d_x, y, None, u, masses, ends, w, added, lambda0, blocks, split)
+        _apply(d_x, y, None, u, masses, ends, w, added, lambda0, blocks, split, correct)
     d_final = None if d_mass is None else -d_mass
     if d_inverse is not None:  # dM = -A dA A
         through_inverse = final_inverse @ d_inverse @ final_inverse
@@ -205,7 +230,7 @@ def penalty_backward(d_x, d_mass, d_inverse, u, x, final_inverse, masses, invers
 
 _penalty_gain_backward = torch.library.custom_op(
     "linattn::penalty_gain_backward",
-    penalty_backward,
+    lambda *arguments: penalty_backward(*arguments),
     mutates_args=(),
     schema="(Tensor? d_x, Tensor? d_mass, Tensor? d_inverse, Tensor u, Tensor x, Tensor final_inverse, Tensor masses, "
     "Tensor inverses, Tensor w, Tensor added, float lambda0, int chunk, bool given) -> (Tensor, Tensor, Tensor)",
@@ -249,16 +274,23 @@ def penalty_gain_triton(
     short call starts from that inverse; any other takes it anew, and returns one just taken.
     """
     refuse_float64("penalty_gain", u, k)
-    mass, inverse, age = carried(initial_state, u)
+    mass, inverse, age = carried(initial_state, u, lambda0)
     x, mass, inverse, *_ = _penalty_gain(u, k, mass, inverse, float(lambda0), chunk_size or 0)
     return x, PenaltyState(mass, inverse, age)
 
 
-def carried(state: PenaltyState | None, u: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
-    """The mass and inverse a call starts from, and the age of the inverse after it; no inverse: it is taken anew."""
+def carried(state: PenaltyState | None, u: Tensor, lambda0: float) -> tuple[Tensor | None, Tensor | None, int]:
+    """The mass and inverse a call starts from, and the age of the inverse after it; no inverse: it is taken anew.
+
+    A single first token starts from `I / lambda0`, which is exact; the inverse of what it makes of M is not.
+    """
+    B, T, H, K = u.shape
+    if state is None and T == 1 and K <= WIDEST:
+        mass = torch.zeros(B, H, K, K, dtype=torch.float32, device=u.device)
+        return mass, (torch.eye(K, dtype=torch.float32, device=u.device) / lambda0).expand_as(mass).contiguous(), 1
     if state is None:
         return None, None, 0
-    age = state.age + u.shape[1]
-    if u.shape[3] > WIDEST or age > REFRESH:
+    age = state.age + T
+    if K > WIDEST or age > REFRESH:
         return state.mass, None, 0
     return state.mass, state.inverse.detach(), age

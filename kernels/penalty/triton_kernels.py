@@ -119,6 +119,43 @@ def unit_rows(b_x, p_norm, o_t, T, stride):
 
 
 @kernel
+def step_kernel(
+    p_u, p_k, p_mass, p_inverse, p_x, p_norm, p_w, p_added, p_inverses, p_final, p_masses, p_total,
+    K: tl.constexpr, BK: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """One token of one head from its inverse: everything that several tokens take five launches for.
+
+    Sums in plain float32: split products would lose a digit a token, and A is not taken anew for 64 of them.
+    """
+    i_p = tl.program_id(0)
+    state = i_p.to(tl.int64)
+    o_k = tl.arange(0, BK)
+    b_u = tl.load(p_u + state * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)
+    b_A = load_matrix(p_inverse + state * K * K, o_k, K, K, o_k, K, 1)
+    b_P = load_matrix(p_mass + state * K * K, o_k, K, K, o_k, K, 1)
+    b_z = tl.sum(b_A * b_u[None, :], axis=1)
+    added = tl.sum(b_u * b_z, axis=0)
+    store_matrix(p_inverses + state * K * K, b_A, o_k, K, K, o_k, K)
+    store_matrix(p_masses + state * 2 * K * K, b_P, o_k, K, K, o_k, K)
+    b_A -= b_z[:, None] * b_z[None, :] / (1.0 + added)
+    b_P += b_u[:, None] * b_u[None, :]
+    store_matrix(p_final + state * K * K, b_A, o_k, K, K, o_k, K)
+    store_matrix(p_masses + (state * 2 + 1) * K * K, b_P, o_k, K, K, o_k, K)
+    store_matrix(p_total + state * K * K, b_P, o_k, K, K, o_k, K)
+    tl.store(p_w + state * K + o_k, b_z / tl.sqrt(1.0 + added), mask=o_k < K)
+    tl.store(p_added + state, added)
+    for j in range(G):
+        row = state * G + j
+        b_k = tl.load(p_k + row * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)
+        b_x = tl.sum(b_A * b_k[None, :], axis=1)
+        if UNIT:
+            norm = tl.sqrt(tl.sum(b_x * b_x, axis=0))
+            tl.store(p_norm + row, norm)
+            b_x /= tl.maximum(norm, 1e-12)
+        tl.store(p_x + row * K + o_k, b_x.to(p_x.dtype.element_ty), mask=o_k < K)
+
+
+@kernel
 def apply_kernel(
     p_k, p_end, p_w, p_x, p_norm, T, length, supers, edges, B, H,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, G: tl.constexpr, UNIT: tl.constexpr,

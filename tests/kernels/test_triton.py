@@ -176,6 +176,37 @@ def test_a_short_call_starts_from_the_given_inverse() -> None:
     check("penalty", penalty_tensors(T=5, mass=True), lambda0=0.1, age=20)
 
 
+def test_one_token_starts_from_the_given_inverse_in_one_launch() -> None:
+    check("penalty", penalty_tensors(B=2, T=1, Q=4, H=2, mass=True), lambda0=0.1, age=20)
+
+
+def test_token_by_token_repeated_directions_keep_the_residual_small() -> None:
+    """Sixty-four downdates of one inverse: what each loses adds up."""
+    torch.manual_seed(0)
+    u = draw(3, 12, unit=True).repeat(40, 1).view(1, 120, 1, 12)
+    k = draw(1, 120, 1, 12, unit=True)
+    state, x = None, []
+    for t in range(120):
+        now = slice(t, t + 1)
+        x_t, state = penalty_gain_triton(
+            u[:, now].to(DEVICE), k[:, now].to(DEVICE), lambda0=1e-3, initial_state=state, chunk_size=None
+        )
+        x.append(x_t)
+    serial, _ = penalty_gain_reference(u, k, lambda0=1e-3, initial_state=None)
+    worst = [residual(u, k, gains.cpu(), 1e-3) for gains in (torch.cat(x, 1), serial)]
+    assert worst[0] <= 2 * worst[1] + 4 * EPS, worst
+
+
+def residual(u: Tensor, k: Tensor, x: Tensor, lambda0: float) -> float:
+    """The largest `|M_t x_t - k_t| / (|M_t| |x_t|)` of one head."""
+    wide = u[0, :, 0].double()
+    M = lambda0 * torch.eye(u.shape[3], dtype=torch.float64) + (wide.unsqueeze(-1) * wide.unsqueeze(-2)).cumsum(0)
+    assert torch.linalg.cond(M[-1]) > 1e4
+    solution, right = x[0, :, 0].double(), k[0, :, 0].double()
+    left = ((M @ solution.unsqueeze(-1)).squeeze(-1) - right).norm(dim=-1)
+    return (left / (torch.linalg.matrix_norm(M, ord=2) * solution.norm(dim=-1))).max().item()
+
+
 @pytest.mark.parametrize("K", [72, 130])
 def test_wide_penalty_gain(K: int) -> None:
     """The one width that needs eight warps, and the one above the registers (library factorisations)."""
@@ -188,13 +219,7 @@ def test_repeated_directions_are_judged_by_the_residual() -> None:
     u = draw(3, 12, unit=True).repeat(40, 1).view(1, 120, 1, 12)
     k = draw(1, 120, 1, 12, unit=True)
     x, _ = penalty_gain_triton(u.to(DEVICE), k.to(DEVICE), lambda0=1e-3, initial_state=None, chunk_size=16)
-    wide = u[0, :, 0].double()
-    M = 1e-3 * torch.eye(12, dtype=torch.float64) + (wide.unsqueeze(-1) * wide.unsqueeze(-2)).cumsum(0)
-    assert torch.linalg.cond(M[-1]) > 1e4
-    solution, right = x[0, :, 0].double().cpu(), k[0, :, 0].double()
-    residual = ((M @ solution.unsqueeze(-1)).squeeze(-1) - right).norm(dim=-1)
-    scale = torch.linalg.matrix_norm(M, ord=2) * solution.norm(dim=-1)
-    assert (residual / scale).max().item() <= 16 * EPS
+    assert residual(u, k, x.cpu(), 1e-3) <= 16 * EPS
 
 
 def test_age_counts_tokens_since_the_inversion() -> None:
