@@ -90,6 +90,7 @@ app.command("completion")(completion)
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and leave with its documented exit code; the entry point of `linattn`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    output.invoked = ["linattn", *words]
     _open_closed_streams()
     if "_LINATTN_COMPLETE" in os.environ:  # a shell asks, through the script of `linattn completion`
         completion_init()

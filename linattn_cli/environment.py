@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linattn_cli import __version__
+from linattn_cli import __version__, output
 from linattn_cli.output import EXIT_DEVICE, CliError
 
 if TYPE_CHECKING:
@@ -169,6 +170,7 @@ def describe(*, device: object, dtype: str, impl: str, seed: int | None = None) 
     return {
         "linattn": __version__,
         "commit": git_commit(),
+        "command_line": shlex.join(output.invoked) if output.invoked is not None else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": package_version("triton"),

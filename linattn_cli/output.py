@@ -44,6 +44,10 @@ EXIT_TERMINATED = 143
 MEMORY_HINT = "lower the batch size, the sequence length or d_model"
 
 
+invoked: list[str] | None = None
+"""The command line of this process, set where it came from one; part of what repeats a result."""
+
+
 class CliError(Exception):
     """An error that is the user's to fix: one line, and how to fix it."""
 

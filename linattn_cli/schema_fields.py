@@ -11,6 +11,7 @@ from linattn_cli.schema_types import RECIPE, Fields, Output
 ENV: Fields = {
     "linattn": "string, version of linattn",
     "commit": "string|null?, commit of a source checkout, with +changes where files differ",
+    "command_line": "string|null?, the command line, quoted for a shell; null where there was none",
     "python": "string?, version",
     "torch": "string?, version",
     "triton": "string|null?, version; null where it is not installed",
