@@ -22,6 +22,7 @@ from linattn_cli.kernels.forms.higher_order import (
     prepare,
     resolved_impl,
     scan,
+    scan_dtype,
     split_mass,
     ungrouped,
 )
@@ -74,7 +75,7 @@ def ahla(
     `clamped` counts denominators within eps of 0.
 
     Dtypes: float64, float32, bfloat16, float16; states and everything between the scans in float64 for
-    float64 inputs, else float32; `o` has the dtype of v.
+    float64 inputs, else float32 (bfloat16 between the Triton scans where that suffices); `o` has the dtype of v.
 
     Raises `ValueError` for shapes, dtypes, options and states that do not fit.
 
@@ -95,7 +96,8 @@ def ahla(
         o, clamped, states = hla_step("ahla", q, k, v, states, eps=eps, **how)
         return FormOutput(o, AhlaState._make(states[name] for name in "PHmh"), clamped, resolved)
     with torch.autocast(q.device.type, enabled=False):
-        qf, kf, vf, log = prepare(q, k, v, log_decay, feature_map, readout, mask, resolved)
+        dtype = scan_dtype(v, resolved, readout)
+        qf, kf, vf, log = prepare(q, k, v, log_decay, feature_map, readout, mask, resolved, dtype)
         state = None
         if initial_state is not None:
             state = (join_mass(initial_state.P, initial_state.m), join_mass(initial_state.E, initial_state.n))

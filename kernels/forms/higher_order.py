@@ -94,6 +94,18 @@ def with_ones(v: Tensor, readout: str) -> Tensor:
     return v if readout == "raw" else torch.cat((v, v.new_ones(*v.shape[:-1], 1)), dim=-1)
 
 
+def scan_dtype(v: Tensor, impl: str, readout: str) -> torch.dtype:
+    """The dtype of what the scans of a nested form take and hand on: bfloat16 where it loses nothing that counts.
+
+    A scan of bfloat16 keeps sums and state in float32 and rounds what it multiplies, which is a tenth of what the
+    output's own rounding allows (benchmarks/nested_precision.py). Not so where a difference or a quotient of two
+    such sums follows, and not in float16, whose range the inner sums leave.
+    """
+    if impl == "triton" and v.dtype == torch.bfloat16 and readout == "raw":
+        return torch.bfloat16
+    return state_dtype(v.dtype)
+
+
 def prepare(
     q: Tensor,
     k: Tensor,
@@ -103,13 +115,14 @@ def prepare(
     readout: str,
     mask: Tensor | None,
     impl: str,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Features of q and k, v with its column of ones, and log-decays, all in the state dtype.
+    """Features of q and k, v with its column of ones, all in `dtype`, by default the state's, and log-decays in that.
 
     A padded token has no query, no key and no decay, so it adds to no moment and to no denominator.
     """
-    dtype, phi = state_dtype(v.dtype), get_feature_map(feature_map, impl=impl)
-    log = None if log_decay is None else keep(log_decay.to(dtype), mask)
+    phi, dtype = get_feature_map(feature_map, impl=impl), dtype or state_dtype(v.dtype)
+    log = None if log_decay is None else keep(log_decay.to(state_dtype(v.dtype)), mask)
     return keep(phi(q.to(dtype)), mask), keep(phi(k.to(dtype)), mask), with_ones(v.to(dtype), readout), log
 
 

@@ -22,6 +22,7 @@ from linattn_cli.kernels.forms.higher_order import (
     prepare,
     resolved_impl,
     scan,
+    scan_dtype,
     split_mass,
     ungrouped,
 )
@@ -95,7 +96,7 @@ def hla2(
     0.
 
     Dtypes: float64, float32, bfloat16, float16; states and everything between the scans in float64 for
-    float64 inputs, else float32; `o` has the dtype of v.
+    float64 inputs, else float32 (bfloat16 between the Triton scans where that suffices); `o` has the dtype of v.
 
     Raises `ValueError` for shapes, dtypes, options and states that do not fit.
 
@@ -114,7 +115,8 @@ def hla2(
     if initial_state is not None and decodes(resolved, ("linear_scan",), (v, q, k, log_decay), mask, initial_state):
         return _step(q, k, v, log_decay, options, feature_map, eps, initial_state)
     with torch.autocast(q.device.type, enabled=False):
-        qf, kf, vf, log = prepare(q, k, v, log_decay, feature_map, readout, mask, resolved)
+        dtype = scan_dtype(v, resolved, readout) if not options.paper else None
+        qf, kf, vf, log = prepare(q, k, v, log_decay, feature_map, readout, mask, resolved, dtype)
         state = _matrices(initial_state)
         if resolved == "reference":
             o, *matrices = _serial(qf, kf, vf, log, options, state)

@@ -23,6 +23,7 @@ from linattn_cli.kernels.forms.higher_order import (
     prepare,
     resolved_impl,
     scan,
+    scan_dtype,
     split_mass,
     ungrouped,
 )
@@ -96,7 +97,7 @@ def hla3(
     `clamped` counts denominators within eps of 0.
 
     Dtypes: float64, float32, bfloat16, float16; states and everything between the scans in float64 for
-    float64 inputs, else float32; `o` has the dtype of v.
+    float64 inputs, else float32 (bfloat16 between the Triton scans where that suffices); `o` has the dtype of v.
 
     Raises `ValueError` for shapes, dtypes, options and states that do not fit.
 
@@ -116,7 +117,8 @@ def hla3(
     if initial_state is not None and decodes(resolved, ("linear_scan",), (v, q, k, log_decay), mask, initial_state):
         return _step(q, k, v, log_decay, variant, decay, feature_map, eps, initial_state)
     with torch.autocast(q.device.type, enabled=False):
-        qf, kf, vf, log = prepare(q, k, v, log_decay, feature_map, readout, mask, resolved)
+        dtype = scan_dtype(v, resolved, readout) if variant == "causal" else None
+        qf, kf, vf, log = prepare(q, k, v, log_decay, feature_map, readout, mask, resolved, dtype)
         state = _matrices(initial_state)
         if variant == "published":
             o, *matrices = published.run(qf, kf, vf, log, state, chunk_size, resolved)

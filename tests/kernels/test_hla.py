@@ -9,6 +9,7 @@ import torch
 from linattn_cli.kernels.forms.ahla import ahla, ahla_serial
 from linattn_cli.kernels.forms.hla2 import Hla2State, hla2, hla2_serial
 from linattn_cli.kernels.forms.hla3 import hla3, hla3_serial
+from linattn_cli.kernels.linear.chunk import linear_scan_chunk
 from linattn_cli.kernels.types import state_dtype, state_tensors
 from tests.kernels.higher_order_cases import CASES, draw, expected, span
 
@@ -226,3 +227,26 @@ def test_the_dense_maps_are_refused_for_large_keys():
     inputs = draw(CASES["hla2-none"], 4, dims=(17, 4))
     with pytest.raises(ValueError, match=r"K <= 16"):
         hla3(**inputs, variant="published", impl="scan")
+
+
+@pytest.mark.parametrize(("readout", "inner"), [("raw", torch.bfloat16), ("ratio", torch.float32)])
+@pytest.mark.parametrize("form", [hla2, ahla, hla3])
+def test_scans_of_bfloat16_hand_on_bfloat16_where_no_quotient_follows(form, readout, inner, monkeypatch):
+    from linattn_cli.kernels import dispatch
+
+    pytest.importorskip("triton", reason="triton has no wheel for this system")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    seen = []
+
+    def scan(q, k, v, **options):
+        seen.append({q.dtype, k.dtype, v.dtype})
+        options["chunk_size"] = None
+        return linear_scan_chunk(q, k, v, **options)
+
+    q, k, v = torch.randn(3, 1, 5, 2, 4).to(torch.bfloat16)
+    with dispatch.override("linear_scan", "triton", scan):
+        out = form(q, k, v, readout=readout, impl="triton")
+    assert seen
+    assert all(dtypes == {inner} for dtypes in seen)
+    assert out.o.dtype == torch.bfloat16
+    assert all(x.dtype == torch.float32 for x in state_tensors(out.state))
