@@ -16,6 +16,7 @@ from linattn_cli.kernels.triton_common import (
     carry_kernel,
     ceil_div,
     choose_blocks,
+    direct,
     dot,
     kernel,
     launch,
@@ -159,12 +160,7 @@ def edge_sums(x: Tensor, weight: Tensor | None, initial: Tensor | None, heads: i
     return starts, last
 
 
-@torch.library.custom_op(
-    "linattn::ratio_readout",
-    mutates_args=(),
-    schema="(Tensor o, Tensor q, Tensor k, Tensor? z, float floor) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _ratio_readout(o, q, k, z, floor):
+def _ratio_forward(o, q, k, z, floor):
     o, q, k = o.contiguous(), q.contiguous(), k.contiguous()
     B, T, H, K = k.shape
     Q, V = o.shape[2:]
@@ -178,6 +174,14 @@ def _ratio_readout(o, q, k, z, floor):
         DOT=blocks.dot, PRECISION=blocks.precision, num_warps=4, num_stages=2,
     )  # fmt: skip
     return y, den, last, starts
+
+
+_ratio_readout = torch.library.custom_op(
+    "linattn::ratio_readout",
+    _ratio_forward,
+    mutates_args=(),
+    schema="(Tensor o, Tensor q, Tensor k, Tensor? z, float floor) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @_ratio_readout.register_fake
@@ -260,5 +264,6 @@ def ratio_readout_triton(
 
     o `[B, T, Q, V]`, q `[B, T, Q, K]` and k `[B, T, H, K]` after their feature maps; z `[B, H, K]` or None.
     """
-    y, den, last, _ = _ratio_readout(o, q, k, z, floor)
+    run = _ratio_forward if direct(o, q, k, z) else _ratio_readout
+    y, den, last, _ = run(o, q, k, z, floor)
     return y, den, last

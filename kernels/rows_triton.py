@@ -15,6 +15,7 @@ from torch import Tensor
 
 from linattn_cli.kernels.triton_common import (
     ceil_div,
+    direct,
     kernel,
     launch,
     power_of_two_above,
@@ -107,19 +108,24 @@ def _launch(function: Any, *tensors: Tensor, **options: Any) -> None:
     launch(function, (ceil_div(rows, BR),), *tensors, rows, D=D, BD=BD, BR=BR, num_warps=4, **options)
 
 
-@torch.library.custom_op(
-    "linattn::features", mutates_args=(), schema="(Tensor x, str feature_map, bool unit) -> Tensor"
-)
-def _features(x, feature_map, unit):
+def _features_forward(x, feature_map, unit, wide):
     x = x.contiguous()
-    y = torch.empty_like(x)
+    y = torch.empty(x.shape, dtype=torch.float32 if wide else x.dtype, device=x.device)
     _launch(_features_kernel, x, y, y, MAP=feature_map, UNIT=unit, NORM=False)
     return y
 
 
+_features = torch.library.custom_op(
+    "linattn::features",
+    _features_forward,
+    mutates_args=(),
+    schema="(Tensor x, str feature_map, bool unit, bool wide) -> Tensor",
+)
+
+
 @_features.register_fake
-def _(x, feature_map, unit):
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _(x, feature_map, unit, wide):
+    return torch.empty(x.shape, dtype=torch.float32 if wide else x.dtype, device=x.device)
 
 
 @torch.library.custom_op(
@@ -140,12 +146,12 @@ def _(x, d_y, feature_map, unit):
 
 
 def _features_setup(ctx: Any, inputs, output) -> None:
-    x, ctx.feature_map, ctx.unit = inputs
+    x, ctx.feature_map, ctx.unit, _ = inputs
     ctx.save_for_backward(x)
 
 
 def _features_gradient(ctx: Any, d_y):
-    return _features_backward(*ctx.saved_tensors, d_y, ctx.feature_map, ctx.unit), None, None
+    return _features_backward(*ctx.saved_tensors, d_y, ctx.feature_map, ctx.unit), None, None, None
 
 
 _features.register_autograd(_features_gradient, setup_context=_features_setup)
@@ -165,6 +171,6 @@ def gate_gradient(a: Tensor, norm: Tensor, d_a: Tensor) -> tuple[Tensor, Tensor]
     return x, d_x
 
 
-def features_triton(x: Tensor, feature_map: str = "identity", *, unit: bool = False) -> Tensor:
-    """`f(x)`, or `f(x) / |f(x)|` over the last dimension; f is `elu1`, `silu` or `identity`."""
-    return _features(x, feature_map, unit)
+def features_triton(x: Tensor, feature_map: str = "identity", *, unit: bool = False, wide: bool = False) -> Tensor:
+    """`f(x)`, or `f(x) / |f(x)|` over the last dimension; f is `elu1`, `silu` or `identity`; in float32 if `wide`."""
+    return (_features_forward if direct(x) else _features)(x, feature_map, unit, wide)

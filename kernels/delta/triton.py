@@ -25,6 +25,7 @@ from linattn_cli.kernels.triton_common import (
     Blocks,
     ceil_div,
     choose_blocks,
+    direct,
     edge_products,
     launch,
     leaving_states,
@@ -293,5 +294,6 @@ def delta_scan_triton(
     refuse_float64("delta_scan", q, p, a, v)
     inputs = (q, p, a, v, log_decay, initial_state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    o, final, residual, *_ = _delta_scan(*inputs, reverse, chunk_size or 0, save, save or return_residual)
+    run = _delta_forward if direct(*inputs) else _delta_scan
+    o, final, residual, *_ = run(*inputs, reverse, chunk_size or 0, save, save or return_residual)
     return o, final, residual if return_residual else None

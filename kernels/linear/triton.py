@@ -16,6 +16,7 @@ from torch import Tensor
 from linattn_cli.kernels.triton_common import (
     ceil_div,
     choose_blocks,
+    direct,
     dot,
     edge_decay,
     edge_products,
@@ -130,13 +131,7 @@ def _plan(K: int, V: int, like: Tensor, heads: int, chunk: int):
     return blocks, split_time(like.shape[1], C, like.shape[0] * heads, like.device)
 
 
-@torch.library.custom_op(
-    "linattn::linear_scan",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? initial_state, bool exclusive, bool reverse, "
-    "int chunk) -> (Tensor, Tensor, Tensor)",
-)
-def _linear_scan(q, k, v, log_decay, initial_state, exclusive, reverse, chunk):
+def _linear_forward(q, k, v, log_decay, initial_state, exclusive, reverse, chunk):
     heads = k.shape[2]
     blocks, split = _plan(k.shape[3], v.shape[3], k, heads, chunk)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -148,6 +143,15 @@ def _linear_scan(q, k, v, log_decay, initial_state, exclusive, reverse, chunk):
     flags = {"exclusive": exclusive, "reverse": reverse, "chunk": chunk}
     o, _ = _walk(q, k, v, log_decay, starts, transposed=False, dtype=q.dtype, **flags)
     return o, final, starts
+
+
+_linear_scan = torch.library.custom_op(
+    "linattn::linear_scan",
+    _linear_forward,
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? initial_state, bool exclusive, bool reverse, "
+    "int chunk) -> (Tensor, Tensor, Tensor)",
+)
 
 
 @_linear_scan.register_fake
@@ -238,5 +242,7 @@ def linear_scan_triton(
 ) -> tuple[Tensor, Tensor]:
     """`linear_scan` on a GPU; see its docstring for the recurrence and shapes."""
     refuse_float64("linear_scan", q, k, v)
-    o, final, _ = _linear_scan(q, k, v, log_decay, initial_state, exclusive, reverse, chunk_size or 0)
+    inputs = (q, k, v, log_decay, initial_state)
+    run = _linear_forward if direct(*inputs) else _linear_scan
+    o, final, _ = run(*inputs, exclusive, reverse, chunk_size or 0)
     return o, final

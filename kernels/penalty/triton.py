@@ -27,6 +27,7 @@ from linattn_cli.kernels.triton_common import (
     Blocks,
     ceil_div,
     choose_blocks,
+    direct,
     edge_states,
     launch,
     multiprocessors,
@@ -275,7 +276,8 @@ def penalty_gain_triton(
     """
     refuse_float64("penalty_gain", u, k)
     mass, inverse, age = carried(initial_state, u, lambda0)
-    x, mass, inverse, *_ = _penalty_gain(u, k, mass, inverse, float(lambda0), chunk_size or 0)
+    run = penalty_forward if direct(u, k, mass) else _penalty_gain
+    x, mass, inverse, *_ = run(u, k, mass, inverse, float(lambda0), chunk_size or 0)
     return x, PenaltyState(mass, inverse, age)
 
 

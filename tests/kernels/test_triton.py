@@ -359,7 +359,7 @@ def test_operators_are_registered_as_torch_expects(name: str) -> None:
         "delta": (_delta_scan, (x, x, x, v, decay, state, False, 0, True, True)),
         "penalty": (_penalty_gain, (x, x, None, None, 0.1, 0)),
         "ratio": (_ratio_readout, (v, x, x, None, 1e-4)),
-        "features": (_features, (x, "elu1", True)),
+        "features": (_features, (x, "elu1", True, False)),
     }[name]
     torch.library.opcheck(
         operator, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
