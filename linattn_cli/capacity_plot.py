@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -82,6 +83,7 @@ def _draw_across(
 
 
 def _draw_state(axes: Any, lines: Mapping[str, list[Row]], looks: Mapping[str, Look], across: str) -> None:
+    points: list[tuple[float, float, Any, str]] = []
     for name, line in lines.items():
         with_state = [row for row in line if row["state_bytes"]]
         if not with_state:
@@ -94,28 +96,30 @@ def _draw_state(axes: Any, lines: Mapping[str, list[Row]], looks: Mapping[str, L
         ]
         thin = looks[name] | {"linewidth": 0.7}
         axes.errorbar(sizes, means, yerr=spread, capsize=2, **thin)
-        _annotate(axes, sizes, means, [row[across] for row in with_state], looks[name]["color"])
+        colour = looks[name]["color"]
+        points += [(size, mean, row[across], colour) for size, mean, row in zip(sizes, means, with_state, strict=True)]
+    if points:
+        _annotate(axes, points)
     sizes = sorted({row["state_bytes"] for line in lines.values() for row in line if row["state_bytes"]})
     _scale(axes, sizes, bytes_=True)
     axes.set_xlabel("state of a sequence, measured (KiB)")
     axes.set_ylabel("held-out accuracy")
 
 
-def _annotate(axes: Any, sizes: Sequence[float], means: Sequence[float], places: Sequence[Any], colour: str) -> None:
-    """Name points by their place; those of nearly the same height at one size would overprint each other."""
-    drawn: list[tuple[float, float]] = []
-    for size, mean, place in sorted(zip(sizes, means, places, strict=True), key=lambda point: -point[1]):
-        if all(size != other or abs(mean - height) > 0.045 for other, height in drawn):
-            drawn.append((size, mean))
-            axes.annotate(
-                f"{place}",
-                (size, mean),
-                textcoords="offset points",
-                xytext=(5, -8),
-                fontsize=7,
-                color=colour,
-                bbox=plotting.ON_LINES,
-            )
+def _annotate(axes: Any, points: Sequence[tuple[float, float, Any, str]]) -> None:
+    """Name points (size, accuracy, place, colour) by their place, to the right or left of them where that is free."""
+    lowest, highest = (math.log(fold(size for size, *_ in points)) for fold in (min, max))
+    width = max(highest - lowest, 0.1)
+    spots = [((math.log(size) - lowest) / width, mean, place, colour) for size, mean, place, colour in points]
+    taken = [(x, y) for x, y, _, _ in spots]
+    for (x, y, place, colour), (size, mean, *_) in zip(spots, points, strict=True):
+        for side in (1, -1):
+            label = x + 0.035 * side, y
+            if all(abs(label[0] - other) > 0.026 or abs(y - height) > 0.04 for other, height in taken):
+                taken.append(label)
+                how = {"xytext": (6 * side, 0), "ha": "left" if side > 0 else "right", "va": "center"}
+                axes.annotate(f"{place}", (size, mean), textcoords="offset points", fontsize=7, color=colour, **how)
+                break
 
 
 def _scale(axes: Any, ticks: Sequence[float], *, bytes_: bool = False) -> None:

@@ -66,6 +66,12 @@ def _decided_by(owner: dict[str, Any], values: dict[str, Any]) -> bool:
     return all(seen.setdefault(owner[key], value) == value for key, value in values.items())
 
 
+def machines(rows: Sequence[Row]) -> Row:
+    """What the cells that are over ran on; what differs between them is joined."""
+    found = {name: dict.fromkeys(row[name] for row in rows if row[name]) for name in ("device", "device_name", "impl")}
+    return {name: ", ".join(values) for name, values in found.items() if values}
+
+
 def groups(rows: Sequence[Row]) -> list[Row]:
     """One row a group at its best learning rate, in the order of the cells."""
     return [_summarise(place, members, _best_rate(members)) for place, members in _grouped(rows)]

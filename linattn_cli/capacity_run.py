@@ -276,7 +276,8 @@ def _report(folder: SweepFolder, config: RunConfig, doc: Document, request: Requ
         from linattn_cli import plotting
         from linattn_cli.capacity_plot import picture
 
-        plotting.save(request.plot, picture(config.model_dump(mode="json"), doc.env, found))
+        env = doc.env | report.machines(rows)
+        plotting.save(request.plot, picture(config.model_dump(mode="json"), env, found))
         doc.note(f"plot saved in {request.plot}")
     if failed := states.count("failed"):
         doc.fail(

@@ -328,15 +328,13 @@ def _cell(row: Row) -> Row:
 
 
 def _shared_env(path: Path, rows: Sequence[Row]) -> dict[str, Any]:
-    """What the cells of a sweep ran on, from the run folder of a finished one; what differs between cells is joined."""
+    """What the cells of a sweep ran on: versions as the run folder of a finished one has them."""
+    from linattn_cli.capacity_report import machines
+
     done = next((row for row in rows if row["run"] and (path / row["run"] / "result.json").is_file()), None)
     env = dict(read_document(path / done["run"] / "result.json")["env"]) if done else {}
     env.pop("seed", None)
-    for name in ("device", "device_name", "impl"):
-        values = list(dict.fromkeys(str(row[name]) for row in rows if row[name]))
-        if values:
-            env[name] = ", ".join(values)
-    return env
+    return env | machines(rows)
 
 
 def _error(document: Mapping[str, Any]) -> list[str]:
