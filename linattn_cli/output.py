@@ -41,7 +41,7 @@ EXIT_INTERNAL = 70
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
-MEMORY_HINT = "lower the batch size, the sequence length or d_model"
+MEMORY_HINT = "lower the batch size, the sequence length, the vocabulary or d_model"
 
 
 invoked: list[str] | None = None

@@ -143,7 +143,7 @@ def test_out_of_memory_names_the_settings_to_lower(shop, tmp_path, words):
     assert job.code == 4, job.err
     error = error_of(job)
     assert error["type"] == "memory"
-    assert "lower the batch size, the sequence length or d_model" in error["hint"]
+    assert "lower the batch size, the sequence length, the vocabulary or d_model" in error["hint"]
 
 
 def _last_wins(words):
