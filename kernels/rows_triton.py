@@ -108,7 +108,7 @@ def _launch(function: Any, *tensors: Tensor, **options: Any) -> None:
     launch(function, (ceil_div(rows, BR),), *tensors, rows, D=D, BD=BD, BR=BR, num_warps=4, **options)
 
 
-def _features_forward(x, feature_map, unit, wide):
+def features_forward(x, feature_map, unit, wide):
     x = x.contiguous()
     y = torch.empty(x.shape, dtype=torch.float32 if wide else x.dtype, device=x.device)
     _launch(_features_kernel, x, y, y, MAP=feature_map, UNIT=unit, NORM=False)
@@ -117,7 +117,7 @@ def _features_forward(x, feature_map, unit, wide):
 
 _features = torch.library.custom_op(
     "linattn::features",
-    _features_forward,
+    features_forward,
     mutates_args=(),
     schema="(Tensor x, str feature_map, bool unit, bool wide) -> Tensor",
 )
@@ -128,16 +128,19 @@ def _(x, feature_map, unit, wide):
     return torch.empty(x.shape, dtype=torch.float32 if wide else x.dtype, device=x.device)
 
 
-@torch.library.custom_op(
-    "linattn::features_backward",
-    mutates_args=(),
-    schema="(Tensor x, Tensor d_y, str feature_map, bool unit) -> Tensor",
-)
-def _features_backward(x, d_y, feature_map, unit):
+def features_backward(x, d_y, feature_map, unit):
     x, d_y = x.contiguous(), d_y.contiguous()
     d_x = torch.empty_like(x)
     _launch(_features_backward_kernel, x, d_y, d_x, MAP=feature_map, UNIT=unit)
     return d_x
+
+
+_features_backward = torch.library.custom_op(
+    "linattn::features_backward",
+    features_backward,
+    mutates_args=(),
+    schema="(Tensor x, Tensor d_y, str feature_map, bool unit) -> Tensor",
+)
 
 
 @_features_backward.register_fake
@@ -173,4 +176,4 @@ def gate_gradient(a: Tensor, norm: Tensor, d_a: Tensor) -> tuple[Tensor, Tensor]
 
 def features_triton(x: Tensor, feature_map: str = "identity", *, unit: bool = False, wide: bool = False) -> Tensor:
     """`f(x)`, or `f(x) / |f(x)|` over the last dimension; f is `elu1`, `silu` or `identity`; in float32 if `wide`."""
-    return (_features_forward if direct(x) else _features)(x, feature_map, unit, wide)
+    return (features_forward if direct(x) else _features)(x, feature_map, unit, wide)

@@ -179,6 +179,8 @@ def exact_dot(a, b):
     """
     if INTERPRETED:
         product = tl.dot(a.to(tl.float32), b.to(tl.float32))
+    elif a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16:
+        product = tl.dot(a, b)
     elif a.dtype == tl.bfloat16:
         b_high, b_middle, b_low = split(b.to(tl.float32))
         product = tl.dot(a, b_high, tl.dot(a, b_middle, tl.dot(a, b_low)))

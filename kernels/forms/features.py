@@ -25,10 +25,13 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def feature_map(name: str, *, normalise: bool = False, impl: str | Impl = Impl.CHUNK) -> Callable[[Tensor], Tensor]:
+def feature_map(
+    name: str, *, normalise: bool = False, wide: bool = False, impl: str | Impl = Impl.CHUNK
+) -> Callable[[Tensor], Tensor]:
     """The feature map phi of that name: `elu1` is elu(x) + 1, positive; `silu` and `identity` are signed.
 
-    With `normalise`, phi(x) / |phi(x)| over the last dimension. `impl` is that of the scans it belongs to.
+    With `normalise`, phi(x) / |phi(x)| over the last dimension; with `wide`, in the state dtype. `impl` is that of
+    the scans it belongs to.
     """
     if name not in FEATURE_MAPS:
         raise ValueError(f"feature_map must be one of {', '.join(FEATURE_MAPS)}; got {name!r}")
@@ -37,7 +40,10 @@ def feature_map(name: str, *, normalise: bool = False, impl: str | Impl = Impl.C
         if one_pass(impl, x):
             from linattn_cli.kernels.rows_triton import features_triton
 
-            return features_triton(x, name, unit=normalise) if normalise or name != "identity" else x
+            if normalise or name != "identity":
+                return features_triton(x, name, unit=normalise, wide=wide)
+            return x.float() if wide else x
+        x = x.to(state_dtype(x.dtype)) if wide else x
         return unit(FEATURE_MAPS[name](x)) if normalise else FEATURE_MAPS[name](x)
 
     return apply

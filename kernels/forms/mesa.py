@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from linattn_cli.kernels import dispatch
 from linattn_cli.kernels.forms.decode import decodes, matrix_step
-from linattn_cli.kernels.forms.features import check_mask, keep
+from linattn_cli.kernels.forms.features import check_mask, keep, one_pass
 from linattn_cli.kernels.forms.features import feature_map as get_feature_map
 from linattn_cli.kernels.forms.scan import delta_scan, linear_scan, penalty_gain
 from linattn_cli.kernels.forms.serial import pick, start_state, token_masks
@@ -114,12 +115,28 @@ def mesa(
     S, penalty = initial_state or (None, None)
     if initial_state is not None and decodes(impl, ("penalty_gain", "linear_scan"), (v, q, k), mask, initial_state):
         return _step("mesa", MesaState, q, k, v, S, penalty, lambda0, feature_map, chunk_size)
+    if _fused(k, mask, impl):
+        from linattn_cli.kernels.mesa_triton import mesa_triton
+
+        check_linear(q, k, v, None, S, chunk_size)
+        check_penalty(k, k, lambda0, penalty, None)
+        get_feature_map(feature_map)
+        options: dict[str, Any] = {"feature_map": feature_map, "lambda0": lambda0, "chunk_size": chunk_size}
+        with torch.autocast(q.device.type, enabled=False):
+            o, S, penalty = mesa_triton(q, k, v, S=S, state=penalty, **options)
+        return FormOutput(o, MesaState(S, penalty), impl="triton")
     query, key, value = _prepare(q, k, v, feature_map, mask, impl)
     how: dict[str, Any] = {"chunk_size": chunk_size, "impl": impl}
     with torch.autocast(q.device.type, enabled=False):
         gain = penalty_gain(key, query, lambda0=lambda0, initial_state=penalty, **how)
         out = linear_scan(gain.o, key, value, initial_state=S, **how)
     return FormOutput(out.o.to(v.dtype), MesaState(out.final_state, gain.final_state), impl=out.impl)
+
+
+def _fused(k: Tensor, mask: Tensor | None, impl: str | Impl) -> bool:
+    """Whether the one fused Triton operator makes the call: no padding, and neither of its parts replaced."""
+    replaced = any(dispatch.overridden(operator, "triton") for operator in ("penalty_gain", "linear_scan"))
+    return mask is None and not replaced and one_pass(impl, k)
 
 
 def _step(mixer, kind, q, k, v, S, penalty, lambda0, feature_map, chunk_size) -> FormOutput:
@@ -136,8 +153,8 @@ def _prepare(
     """Unit features and values in the state dtype: a gain rounded to half precision is not the inverse's any more."""
     check_linear(q, k, v, None, None, None)
     check_mask(mask, k)
-    dtype, unit_phi = state_dtype(v.dtype), get_feature_map(feature_map, normalise=True, impl=impl)
-    return unit_phi(q.to(dtype)), keep(unit_phi(k.to(dtype)), mask), v.to(dtype)
+    unit_phi = get_feature_map(feature_map, normalise=True, wide=True, impl=impl)
+    return unit_phi(q), keep(unit_phi(k), mask), v.to(state_dtype(v.dtype))
 
 
 def rls_serial(

@@ -99,15 +99,16 @@ def _output_kernel(
             tl.store(p_row, tl.sum(b_x * b_o, axis=1), mask=o_t < T)
 
 
-def _walk(q, k, v, log_decay, starts, *, exclusive, reverse, transposed, chunk, dtype, against=None):
+def walk(q, k, v, log_decay, starts, *, exclusive, reverse, transposed, chunk, like, dtype, against=None):
     """Outputs of a scan with known edge states, and their dot products with `against` where it is given.
 
-    `transposed`: the edge states are stored `[V, K]`, that is for keys and values exchanged.
+    `transposed`: the edge states are stored `[V, K]`, that is for keys and values exchanged. `like` is the tensor
+    whose dtype decides how products are made, here and where the edge states were.
     """
     B, T, Q, K = q.shape
     V = v.shape[3]
     heads = starts.shape[1]
-    blocks, split = _plan(K, V, q, heads, chunk)
+    blocks, split = plan(K, V, like, heads, chunk)
     chunks, length, supers = split
     o = torch.empty(B, T, Q, V, dtype=dtype, device=q.device)
     columns, half = ceil_div(V, blocks.BV), blocks.dot is tl.bfloat16
@@ -124,7 +125,7 @@ def _walk(q, k, v, log_decay, starts, *, exclusive, reverse, transposed, chunk, 
     return o, dots.sum(0) if against is not None else None
 
 
-def _plan(K: int, V: int, like: Tensor, heads: int, chunk: int):
+def plan(K: int, V: int, like: Tensor, heads: int, chunk: int):
     """Blocks and the split of time; the chunk length must agree between a scan and its transposed one."""
     C = min(choose_blocks(size, size, like.dtype, chunk or None).C for size in (K, V))
     blocks = choose_blocks(K, V, like.dtype, C)
@@ -133,15 +134,15 @@ def _plan(K: int, V: int, like: Tensor, heads: int, chunk: int):
 
 def _linear_forward(q, k, v, log_decay, initial_state, exclusive, reverse, chunk):
     heads = k.shape[2]
-    blocks, split = _plan(k.shape[3], v.shape[3], k, heads, chunk)
+    blocks, split = plan(k.shape[3], v.shape[3], k, heads, chunk)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     log_decay = None if log_decay is None else log_decay.contiguous()
     initial_state = None if initial_state is None else initial_state.contiguous()
     starts, final = edge_states(
         k, v, log_decay, initial_state, heads, blocks, split, exclusive=exclusive, reverse=reverse
     )
-    flags = {"exclusive": exclusive, "reverse": reverse, "chunk": chunk}
-    o, _ = _walk(q, k, v, log_decay, starts, transposed=False, dtype=q.dtype, **flags)
+    flags = {"exclusive": exclusive, "reverse": reverse, "chunk": chunk, "like": k}
+    o, _ = walk(q, k, v, log_decay, starts, transposed=False, dtype=q.dtype, **flags)
     return o, final, starts
 
 
@@ -157,36 +158,32 @@ _linear_scan = torch.library.custom_op(
 @_linear_scan.register_fake
 def _(q, k, v, log_decay, initial_state, exclusive, reverse, chunk):
     (B, T, Q, _), (_, _, heads, K), V = q.shape, k.shape, v.shape[3]
-    _, split = _plan(K, V, k, heads, chunk)
+    _, split = plan(K, V, k, heads, chunk)
     state = torch.empty(B, heads, K, V, dtype=torch.float32, device=k.device)
     starts = torch.empty(B, heads, split[2], K, V, dtype=torch.float32, device=k.device)
     return torch.empty(B, T, Q, V, dtype=q.dtype, device=q.device), state, starts
 
 
-@torch.library.custom_op(
-    "linattn::linear_scan_backward",
-    mutates_args=(),
-    schema="(Tensor d_o, Tensor? d_final, Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor starts, "
-    "Tensor final, bool exclusive, bool reverse, int chunk) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _linear_scan_backward(d_o, d_final, q, k, v, log_decay, starts, final, exclusive, reverse, chunk):
+def linear_backward(d_o, d_final, q, k, v, log_decay, starts, final, exclusive, reverse, chunk):
     heads = k.shape[2]
     q, k, v, d_o = q.contiguous(), k.contiguous(), v.contiguous(), d_o.contiguous()
     log_decay = None if log_decay is None else log_decay.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
-    blocks, split = _plan(k.shape[3], v.shape[3], k, heads, chunk)
+    blocks, split = plan(k.shape[3], v.shape[3], k, heads, chunk)
     decays = log_decay is not None
-    back = {"exclusive": exclusive, "reverse": not reverse, "chunk": chunk, "dtype": k.dtype}
+    flags = {"exclusive": exclusive, "chunk": chunk, "like": k}
+    back = {"reverse": not reverse, **flags}
     d_starts, d_initial = edge_states(
         q, d_o, log_decay, d_final, heads, blocks, split, exclusive=exclusive, reverse=not reverse
     )
-    d_q, q_dots = _walk(
-        d_o, v, k, log_decay, starts,
-        exclusive=exclusive, reverse=reverse, chunk=chunk, transposed=True, dtype=k.dtype,
-        against=q if decays else None,
+    d_q, q_dots = walk(
+        d_o, v, k, log_decay, starts, transposed=True, reverse=reverse, dtype=q.dtype,
+        against=q if decays else None, **flags,
     )  # fmt: skip
-    d_k, k_dots = _walk(v, d_o, q, log_decay, d_starts, transposed=True, against=k if decays else None, **back)
-    d_v, _ = _walk(k, q, d_o, log_decay, d_starts, transposed=False, **back)
+    d_k, k_dots = walk(
+        v, d_o, q, log_decay, d_starts, transposed=True, dtype=k.dtype, against=k if decays else None, **back
+    )
+    d_v, _ = walk(k, q, d_o, log_decay, d_starts, transposed=False, dtype=v.dtype, **back)
     if not decays:
         return d_q, d_k, d_v, q.new_empty(0), d_initial
     q_dots = q_dots.unflatten(2, (heads, -1)).sum(3)
@@ -198,6 +195,15 @@ def _linear_scan_backward(d_o, d_final, q, k, v, log_decay, starts, final, exclu
         crossing = segment_cumsum(q_dots - k_dots, strict=reverse, **run)
     edges = edge_products(d_starts, leaving_states(starts, final, reverse=reverse), run["tokens"], k.shape[1])
     return d_q, d_k, d_v, (crossing + edges).to(log_decay.dtype), d_initial
+
+
+_linear_scan_backward = torch.library.custom_op(
+    "linattn::linear_scan_backward",
+    linear_backward,
+    mutates_args=(),
+    schema="(Tensor d_o, Tensor? d_final, Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor starts, "
+    "Tensor final, bool exclusive, bool reverse, int chunk) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @_linear_scan_backward.register_fake

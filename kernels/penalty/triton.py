@@ -231,7 +231,7 @@ def penalty_backward(
 
 _penalty_gain_backward = torch.library.custom_op(
     "linattn::penalty_gain_backward",
-    lambda *arguments: penalty_backward(*arguments),
+    lambda *inputs: penalty_backward(*inputs),
     mutates_args=(),
     schema="(Tensor? d_x, Tensor? d_mass, Tensor? d_inverse, Tensor u, Tensor x, Tensor final_inverse, Tensor masses, "
     "Tensor inverses, Tensor w, Tensor added, float lambda0, int chunk, bool given) -> (Tensor, Tensor, Tensor)",
