@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from linattn_cli.kernels import dispatch
 from linattn_cli.kernels.forms.decode import decodes, matrix_step
 from linattn_cli.kernels.forms.features import (
     RATIO_EPS,
@@ -14,6 +15,7 @@ from linattn_cli.kernels.forms.features import (
     check_mask,
     feature_map,
     keep,
+    one_pass,
     ratio_readout,
 )
 from linattn_cli.kernels.forms.scan import linear_scan
@@ -65,12 +67,27 @@ def linear_attention(
         check_linear(q, k, v, None, S, chunk_size)
         step = matrix_step("linear", q, k, v, S, z=z, feature_map=feature_map)
         return FormOutput(step.o, LinearState(step.S, step.z), step.clamped, "triton")
+    if _fused(k, mask, readout, impl):
+        from linattn_cli.kernels.linear_ratio_triton import linear_ratio_triton
+
+        check_linear(q, k, v, None, S, chunk_size)
+        options: dict[str, Any] = {"feature_map": feature_map, "floor": RATIO_EPS, "chunk_size": chunk_size}
+        with torch.autocast(q.device.type, enabled=False):
+            o, denominator, S, z = linear_ratio_triton(q, k, v, S=S, z=z, **options)
+        return FormOutput(o, LinearState(S, z), (denominator < RATIO_EPS).sum(), "triton")
     q, k = phi(q), keep(phi(k), mask)
     scan = linear_scan(q, k, v, initial_state=S, chunk_size=chunk_size, impl=impl)
     if readout == "raw":
         return FormOutput(scan.o, LinearState(scan.final_state, None), impl=scan.impl)
     o, z, clamped = ratio_readout(scan.o, q, k, z, impl=impl)
     return FormOutput(o, LinearState(scan.final_state, z), clamped, scan.impl)
+
+
+def _fused(k: Tensor, mask: Tensor | None, readout: str, impl: str | Impl) -> bool:
+    """Whether the one fused Triton operator makes the call: the ratio read-out, without padding."""
+    if mask is not None or readout != "ratio" or dispatch.overridden("linear_scan", "triton"):
+        return False
+    return one_pass(impl, k)
 
 
 _phi = feature_map
