@@ -263,7 +263,11 @@ def _parse(line: str) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return None
+    # Anything but numbers in a line is none of ours: torn, or from somebody else.
+    numbers = all(value is None or isinstance(value, (int, float)) for value in row.values())
+    return row if numbers and all(abs(value) < 2**63 for value in row.values() if isinstance(value, int)) else None
 
 
 def make_numbered(root: Path, stem: str) -> Path:

@@ -16,7 +16,7 @@ from linattn_cli.capacity import flatten
 from linattn_cli.output import CliError, Document
 from linattn_cli.own_mixer import short_name
 from linattn_cli.recipe import read_recipe
-from linattn_cli.runs import METRICS, RECIPE, RESULT, is_locked, read_metrics, require_run, resume_command
+from linattn_cli.runs import METRICS, RECIPE, RESULT, is_locked, newer_format, read_metrics, require_run, resume_command
 
 Row = dict[str, Any]
 
@@ -101,6 +101,7 @@ def read_run(path: Path) -> Run:
                 kind="run_folder",
             )
     result = read_document(path / RESULT) if (path / RESULT).is_file() else {}
+    _check_summary(path / RESULT, result)
     metrics = read_metrics(path)
     if result:
         status = "finished" if result["status"] == "ok" else str(result["status"])
@@ -109,25 +110,43 @@ def read_run(path: Path) -> Run:
     return Run(path, config, metrics, result, status)
 
 
+_KINDS: dict[str, type | tuple[type, ...]] = {"number": (int, float), "integer": int, "string": str}
+
+
+def _check_summary(path: Path, result: Mapping[str, Any]) -> None:
+    """What is compared and drawn must be of the published type (or null); the file may be anybody's."""
+    from linattn_cli.schema_fields import TRAIN
+
+    for name, said in TRAIN.summary.items():
+        value = result.get("summary", {}).get(name)
+        kind = _KINDS.get(said.partition(",")[0].rstrip("?").partition("|")[0])
+        if value is not None and kind is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise CliError(
+                f"{path} is no document of linattn: summary.{name} is {str(value)[:40]!r}",
+                hint="restore it from a copy; the run itself can go on without it",
+                kind="file",
+            )
+
+
 def read_document(path: Path) -> dict[str, Any]:
     """A JSON document that a command printed. Raises `CliError` (exit 2) for anything else, naming the file."""
     from linattn_cli.output import SCHEMA_VERSION
 
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        found = json.loads(path.read_text(encoding="utf-8"), parse_int=_parse_int)
+    except (ValueError, RecursionError) as error:
         raise CliError(
             f"{path} is not JSON: {error}", hint="give what a command printed with --json", kind="file"
         ) from error
     known = isinstance(found, dict) and isinstance(found.get("schema_version"), int)
     if known and found["schema_version"] > SCHEMA_VERSION:
-        raise CliError(
-            f"{path} was written by a newer linattn (format {found['schema_version']})",
-            hint="update linattn: pip install -U linattn",
-            kind="newer_format",
-        )
+        env = found.get("env")
+        writer = str(env.get("linattn", "")) if isinstance(env, dict) else ""
+        raise newer_format(path, writer, found["schema_version"], SCHEMA_VERSION)
     kinds = {"command": str, "status": str, "env": dict, "config": dict, "results": list, "summary": dict}
     wrong = [key for key, kind in kinds.items() if not known or not isinstance(found.get(key), kind)]
+    if not wrong and any(isinstance(value, (dict, list)) for value in found["env"].values()):
+        wrong.append("env")
     if wrong or not all(isinstance(row, dict) for row in found["results"]):
         raise CliError(
             f"{path} is no document of linattn: {', '.join(wrong) or 'its rows'} missing or of another type",
@@ -135,6 +154,13 @@ def read_document(path: Path) -> dict[str, Any]:
             kind="file",
         )
     return found
+
+
+def _parse_int(text: str) -> int:
+    """Ours have no longer ones, and most of what reads numbers would stumble over them."""
+    if len(text) > 19:
+        raise ValueError(f"it holds a number of {len(text)} digits")
+    return int(text)
 
 
 def compare(paths: Sequence[Path], doc: Document) -> None:

@@ -132,9 +132,11 @@ def test_no_file_of_a_strangers_run_can_run_code(trained, tmp_path, monkeypatch,
             (run / name).write_bytes(bomb)
             if name.startswith("checkpoints/") and not name.endswith("manifest.json"):
                 resealed(run, int(name.split("/")[1].removeprefix("step-")))
+            readers = [["compare", run, trained], ["report", run, "-o", f"{run}.html"], ["probe-norm", "--run", run]]
             for words in (
                 ["eval", run, "--quiet"],
                 ["eval", run, "--step", 2, "--quiet"],
+                *([*words, "--quiet"] for words in readers if number == 0 and "step-2" not in name),
                 ["train", "--resume", "--out", run, "--quiet"],
             ):
                 code, _, err = linattn(*words)
