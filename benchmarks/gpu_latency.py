@@ -18,19 +18,23 @@ from pathlib import Path
 from tabulate import tabulate
 
 ALL = "linear,deltanet,decay_delta,gated_deltanet,vla,hla2,ahla,hla3,mesa,rls"
+AGAINST_PEERS = "linear_scan,delta_scan,linear,deltanet,vla,hla2,ahla,hla3"
 LENGTHS = "1k,2k,4k,8k,16k,32k,128k"
 COMMANDS = {
-    "peers_forward": "--models linear,deltanet,vla,hla2,ahla,hla3,mesa,penalty_gain --seq-lens 8k,32k --with-fla",
-    "peers_train": "--models linear,deltanet,vla,hla2,ahla,hla3 --seq-lens 32k --mode train --with-fla",
+    "peers_forward": f"--models {AGAINST_PEERS},mesa,penalty_gain --seq-lens 8k,32k --with-fla",
+    "peers_train": f"--models {AGAINST_PEERS} --seq-lens 32k --mode train --with-fla",
     "forward": f"--models {ALL} --seq-lens {LENGTHS}",
     "train": f"--models {ALL} --seq-lens {LENGTHS} --mode train",
     "decode": f"--models {ALL} --seq-lens 1k,8k,32k,128k --mode decode",
     "wide_forward": f"--models {ALL} --seq-lens 8k,32k --heads 8 --d-head 128",
     "wide_train": f"--models {ALL} --seq-lens 8k,32k --heads 8 --d-head 128 --mode train",
-    "wide_peers": "--models linear,deltanet,vla --seq-lens 32k --heads 8 --d-head 128 --with-fla",
+    "wide_peers": f"--models {AGAINST_PEERS} --seq-lens 32k --heads 8 --d-head 128 --with-fla",
 }
-PEER = {"linear": "fla-linear", "hla2": "fla-linear", "ahla": "fla-linear", "hla3": "fla-linear",
-        "deltanet": "fla-delta", "vla": "fla-delta", "mesa": "fla-mesa", "penalty_gain": "fla-mesa"}  # fmt: skip
+# The peers take ready features and divide nothing, so the like of FLA's linear attention and delta rule are the two
+# primitives; a mixer's row has its features, gains and read-out in it. Of mesa the gain alone, and the whole.
+PEER = {"linear_scan": "fla-linear", "linear": "fla-linear", "hla2": "fla-linear", "ahla": "fla-linear",
+        "hla3": "fla-linear", "delta_scan": "fla-delta", "deltanet": "fla-delta", "vla": "fla-delta",
+        "mesa": "fla-mesa", "penalty_gain": "fla-mesa"}  # fmt: skip
 
 
 def run(name: str, out: Path, timeout: float) -> None:
