@@ -137,6 +137,22 @@ def check_initial_state(
         )
 
 
+def check_form(q: Tensor, k: Tensor, v: Tensor, *, u: Tensor | None = None, beta: Tensor | None = None) -> None:
+    """That the arguments of a form are tensors it can put through its features; their shapes are checked by its scans.
+
+    A write strength `beta` never reaches a scan under its own name, so all of it is checked here.
+    """
+    tensors = {"q": q, "k": k, "v": v} | ({} if u is None else {"u": u})
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor, "BTHD")
+    for name, tensor in tensors.items():
+        check_device(name, tensor, "k", k)
+    if beta is not None:
+        check_tensor("beta", beta, "BTH")
+        check_shape("beta", beta, "BTH", tuple(k.shape[:3]))
+        check_device("beta", beta, "k", k)
+
+
 def check_linear(q: Tensor, k: Tensor, v: Tensor, log_decay, initial_state, chunk_size) -> None:
     """The contract of `linear_scan`."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):

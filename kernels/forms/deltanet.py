@@ -12,7 +12,7 @@ from linattn_cli.kernels.forms.scan import delta_scan
 from linattn_cli.kernels.forms.serial import pick, start_state, token_masks
 from linattn_cli.kernels.layout import queries_time_first, stack_tokens, time_first
 from linattn_cli.kernels.types import FormOutput, Impl, state_dtype
-from linattn_cli.kernels.validate import check_linear, check_log_decay, check_shape
+from linattn_cli.kernels.validate import check_form, check_linear, check_log_decay, check_shape
 
 
 class DeltaState(NamedTuple):
@@ -42,10 +42,10 @@ def deltanet(
 
     Source: Yang et al. 2024 (arXiv 2406.06484).
     """
+    check_form(q, k, v, beta=beta)
     if Impl.parse(impl) is Impl.REFERENCE:
         return deltanet_serial(q, k, v, beta, mask=mask, initial_state=initial_state)
     check_mask(mask, k)
-    check_shape("beta", beta, "BTH", k.shape[:3])
     if initial_state is not None and decodes(impl, ("delta_scan",), (v, q, k, beta), mask, initial_state):
         return _delta_step("deltanet", q, k, v, beta, None, "silu", initial_state)
     unit_silu = feature_map("silu", normalise=True, impl=impl)
@@ -90,6 +90,7 @@ def decay_delta(
 
     Source: VLA (arXiv 2605.11196), the baseline of its experiments.
     """
+    check_form(q, k, v)
     if Impl.parse(impl) is Impl.REFERENCE:
         return decay_delta_serial(q, k, v, log_decay, feature_map=feature_map, mask=mask, initial_state=initial_state)
     check_mask(mask, k)

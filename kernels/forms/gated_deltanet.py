@@ -11,7 +11,7 @@ from linattn_cli.kernels.forms.scan import delta_scan
 from linattn_cli.kernels.forms.serial import pick, start_state, token_masks
 from linattn_cli.kernels.layout import queries_time_first, stack_tokens, time_first
 from linattn_cli.kernels.types import FormOutput, Impl, state_dtype
-from linattn_cli.kernels.validate import check_linear, check_log_decay, check_shape
+from linattn_cli.kernels.validate import check_form, check_linear, check_log_decay
 
 _silu = feature_map("silu")
 
@@ -106,5 +106,5 @@ def gated_deltanet_serial(
 def _check(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, mask: Tensor | None) -> None:
     check_linear(q, k, v, None, None, None)
     check_mask(mask, k)
-    check_shape("beta", beta, "BTH", tuple(k.shape[:3]))
+    check_form(q, k, v, beta=beta)
     check_log_decay(log_decay, k, k.shape[2])

@@ -22,7 +22,7 @@ from linattn_cli.kernels.forms.scan import linear_scan
 from linattn_cli.kernels.forms.serial import pick, start_state, token_masks
 from linattn_cli.kernels.layout import queries_time_first, stack_tokens, time_first
 from linattn_cli.kernels.types import FormOutput, Impl
-from linattn_cli.kernels.validate import check_linear
+from linattn_cli.kernels.validate import check_form, check_linear
 
 
 class LinearState(NamedTuple):
@@ -55,6 +55,7 @@ def linear_attention(
     Source: Katharopoulos et al. 2020.
     """
     check_choice("readout", readout, ("ratio", "raw"))
+    check_form(q, k, v)
     if Impl.parse(impl) is Impl.REFERENCE:
         return linear_attention_serial(
             q, k, v, feature_map=feature_map, readout=readout, mask=mask, initial_state=initial_state

@@ -16,7 +16,7 @@ from linattn_cli.kernels.forms.serial import pick, start_state, token_masks
 from linattn_cli.kernels.layout import queries_time_first, stack_tokens, time_first
 from linattn_cli.kernels.penalty.inverse import REFRESH, inverse, start
 from linattn_cli.kernels.types import FormOutput, Impl, PenaltyState, state_dtype
-from linattn_cli.kernels.validate import check_linear, check_penalty
+from linattn_cli.kernels.validate import check_form, check_linear, check_penalty
 
 LAMBDA0 = 1.0
 """Default ridge: unit keys, so that the inverse stays well conditioned in float32 over long sequences."""
@@ -110,6 +110,7 @@ def mesa(
     >>> mesa(q, k, torch.tensor([3.0, 6.0]).view(1, 2, 1, 1), feature_map="identity").o.flatten().tolist()
     [1.5, 3.0]
     """
+    check_form(q, k, v)
     if Impl.parse(impl) is Impl.REFERENCE:
         return mesa_serial(q, k, v, lambda0=lambda0, feature_map=feature_map, mask=mask, initial_state=initial_state)
     S, penalty = initial_state or (None, None)

@@ -24,7 +24,7 @@ from linattn_cli.kernels.forms.serial import pick, start_state, token_masks
 from linattn_cli.kernels.layout import queries_time_first, stack_tokens, time_first
 from linattn_cli.kernels.penalty.inverse import REFRESH, inverse, start
 from linattn_cli.kernels.types import FormOutput, Impl, PenaltyState, state_dtype
-from linattn_cli.kernels.validate import check_linear, check_penalty, check_shape
+from linattn_cli.kernels.validate import check_form, check_linear, check_penalty, check_shape
 
 FUSED_KEYS = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
 """Widest keys of the fused GPU operator: its walk of wider float32 ones spills, and takes a minute to compile."""
@@ -70,6 +70,7 @@ def vla(
 
     Source: VLA (arXiv 2605.11196), sections 2.1 to 2.3.
     """
+    check_form(q, k, v, u=u, beta=beta)
     _check(k, u, beta, penalty, readout, mask)
     if Impl.parse(impl) is Impl.REFERENCE:
         return vla_serial(
