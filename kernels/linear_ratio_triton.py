@@ -16,8 +16,9 @@ from torch import Tensor
 
 from linattn_cli.kernels.linear.triton import plan
 from linattn_cli.kernels.linear_ratio_kernels import ratio_gradient_kernel, ratio_output_kernel, ratio_sum_kernel
+from linattn_cli.kernels.operator_triton import Operator
 from linattn_cli.kernels.ratio_triton import quotient_gradient
-from linattn_cli.kernels.triton_common import Blocks, carry_kernel, ceil_div, direct, launch, padded
+from linattn_cli.kernels.triton_common import Blocks, carry_kernel, ceil_div, launch, padded
 
 
 def _carry(sums: Tensor, initial: Tensor | None, *, reverse: bool) -> tuple[Tensor, Tensor]:
@@ -152,13 +153,13 @@ def _setup(ctx: Any, inputs, output) -> None:
     ctx.mark_non_differentiable(den, starts, z_starts)
 
 
-def _gradients(ctx: Any, d_y, _d_den, d_final, d_z, *_):
-    d_q, d_k, d_v, *d_states = _linear_ratio_backward(d_y, d_final, d_z, *ctx.saved_tensors, *ctx.options)
+def _gradients(gradient, ctx: Any, d_y, _d_den, d_final, d_z, *_):
+    d_q, d_k, d_v, *d_states = gradient(d_y, d_final, d_z, *ctx.saved_tensors, *ctx.options)
     d_S, d_z0 = (d if has else None for d, has in zip(d_states, ctx.has, strict=True))
     return d_q, d_k, d_v, d_S, d_z0, None, None, None
 
 
-_linear_ratio.register_autograd(_gradients, setup_context=_setup)
+_operator = Operator(_forward, _linear_ratio, _setup, _gradients, _backward, _linear_ratio_backward)
 
 
 def linear_ratio_triton(
@@ -174,6 +175,5 @@ def linear_ratio_triton(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`linear_attention` with the ratio read-out and without padding: quotients, denominators `[B, T, Q]` (not
     differentiable), S and z after the last token; q, k before their feature map."""
-    run = _forward if direct(q, k, v, S, z) else _linear_ratio
-    y, den, final, z_final, *_ = run(q, k, v, S, z, feature_map, floor, chunk_size or 0)
+    y, den, final, z_final, *_ = _operator(q, k, v, S, z, feature_map, floor, chunk_size or 0)
     return y, den, final, z_final

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from linattn_cli.kernels.linear import triton as linear
+from linattn_cli.kernels.operator_triton import Operator
 from linattn_cli.kernels.penalty import triton as penalty
 from linattn_cli.kernels.rows_triton import features_backward, features_forward
-from linattn_cli.kernels.triton_common import direct, edge_states
+from linattn_cli.kernels.triton_common import edge_states
 from linattn_cli.kernels.types import PenaltyState
 
 
@@ -121,16 +122,14 @@ def _setup(ctx: Any, inputs, output) -> None:
     ctx.mark_non_differentiable(*saved[2:])
 
 
-def _backward(ctx: Any, d_o, d_final, d_inverse, *others):
+def _backward(gradient, ctx: Any, d_o, d_final, d_inverse, *others):
     q, k, v, *saved = ctx.saved_tensors
-    d_q, d_k, d_v, *d_states = _mesa_gradient(
-        d_o, d_final, others[-1], d_inverse, q, k, v, saved, *ctx.options, ctx.given
-    )
+    d_q, d_k, d_v, *d_states = gradient(d_o, d_final, others[-1], d_inverse, q, k, v, saved, *ctx.options, ctx.given)
     d_S, d_first = (d if has else None for d, has in zip(d_states, ctx.has, strict=True))
     return d_q, d_k, d_v, d_S, d_first, None, None, None, None
 
 
-_mesa.register_autograd(_backward, setup_context=_setup)
+_operator = Operator(_mesa_forward, _mesa, _setup, _backward, _mesa_backward, _mesa_gradient)
 
 
 def mesa_triton(
@@ -146,6 +145,5 @@ def mesa_triton(
 ) -> tuple[Tensor, Tensor, PenaltyState]:
     """`mesa` without padding: outputs, S and the penalty after the last token; q, k before their feature map."""
     mass, inverse, age = penalty.carried(state, k, lambda0)
-    run = _mesa_forward if direct(q, k, v, S, mass) else _mesa
-    o, final, inverse, *_, mass = run(q, k, v, S, mass, inverse, feature_map, float(lambda0), chunk_size or 0)
+    o, final, inverse, *_, mass = _operator(q, k, v, S, mass, inverse, feature_map, float(lambda0), chunk_size or 0)
     return o, final, PenaltyState(mass, inverse, age)

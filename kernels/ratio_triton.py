@@ -12,11 +12,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from linattn_cli.kernels.operator_triton import Operator
 from linattn_cli.kernels.triton_common import (
     carry_kernel,
     ceil_div,
     choose_blocks,
-    direct,
     dot,
     kernel,
     launch,
@@ -207,13 +207,7 @@ def quotient_gradient(y: Tensor, den: Tensor, d_y: Tensor, floor: float) -> tupl
     return d_o, d_den
 
 
-@torch.library.custom_op(
-    "linattn::ratio_readout_backward",
-    mutates_args=(),
-    schema="(Tensor d_y, Tensor? d_last, Tensor y, Tensor q, Tensor k, Tensor den, Tensor starts, float floor) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _ratio_readout_backward(d_y, d_last, y, q, k, den, starts, floor):
+def _ratio_gradient(d_y, d_last, y, q, k, den, starts, floor):
     d_y, q, k = d_y.contiguous(), q.contiguous(), k.contiguous()
     B, T, H, K = k.shape
     Q = y.shape[2]
@@ -229,6 +223,15 @@ def _ratio_readout_backward(d_y, d_last, y, q, k, den, starts, floor):
             DOT=blocks.dot, PRECISION=blocks.precision, num_warps=4, num_stages=2,
         )  # fmt: skip
     return d_o, d_q, d_k, d_z
+
+
+_ratio_readout_backward = torch.library.custom_op(
+    "linattn::ratio_readout_backward",
+    _ratio_gradient,
+    mutates_args=(),
+    schema="(Tensor d_y, Tensor? d_last, Tensor y, Tensor q, Tensor k, Tensor den, Tensor starts, float floor) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @_ratio_readout_backward.register_fake
@@ -247,14 +250,14 @@ def _setup(ctx: Any, inputs, output) -> None:
     ctx.mark_non_differentiable(den, starts)
 
 
-def _backward(ctx: Any, d_y, _d_den, d_last, _d_starts):
+def _backward(gradient, ctx: Any, d_y, _d_den, d_last, _d_starts):
     y, q, k, den, starts = ctx.saved_tensors
     d_y = torch.zeros_like(y) if d_y is None else d_y
-    d_o, d_q, d_k, d_z = _ratio_readout_backward(d_y, d_last, y, q, k, den, starts, ctx.floor)
+    d_o, d_q, d_k, d_z = gradient(d_y, d_last, y, q, k, den, starts, ctx.floor)
     return d_o, d_q, d_k, d_z if ctx.has_z else None, None
 
 
-_ratio_readout.register_autograd(_backward, setup_context=_setup)
+_operator = Operator(_ratio_forward, _ratio_readout, _setup, _backward, _ratio_gradient, _ratio_readout_backward)
 
 
 def ratio_readout_triton(
@@ -264,6 +267,5 @@ def ratio_readout_triton(
 
     o `[B, T, Q, V]`, q `[B, T, Q, K]` and k `[B, T, H, K]` after their feature maps; z `[B, H, K]` or None.
     """
-    run = _ratio_forward if direct(o, q, k, z) else _ratio_readout
-    y, den, last, _ = run(o, q, k, z, floor)
+    y, den, last, _ = _operator(o, q, k, z, floor)
     return y, den, last

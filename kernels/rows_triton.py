@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_cli.kernels.operator_triton import Operator
 from linattn_cli.kernels.triton_common import (
     ceil_div,
-    direct,
     kernel,
     launch,
     power_of_two_above,
@@ -153,11 +153,13 @@ def _features_setup(ctx: Any, inputs, output) -> None:
     ctx.save_for_backward(x)
 
 
-def _features_gradient(ctx: Any, d_y):
-    return _features_backward(*ctx.saved_tensors, d_y, ctx.feature_map, ctx.unit), None, None, None
+def _features_gradient(gradient, ctx: Any, d_y):
+    return gradient(*ctx.saved_tensors, d_y, ctx.feature_map, ctx.unit), None, None, None
 
 
-_features.register_autograd(_features_gradient, setup_context=_features_setup)
+_operator = Operator(
+    features_forward, _features, _features_setup, _features_gradient, features_backward, _features_backward
+)
 
 
 def unit_features(x: Tensor, feature_map: str) -> tuple[Tensor, Tensor]:
@@ -176,4 +178,4 @@ def gate_gradient(a: Tensor, norm: Tensor, d_a: Tensor) -> tuple[Tensor, Tensor]
 
 def features_triton(x: Tensor, feature_map: str = "identity", *, unit: bool = False, wide: bool = False) -> Tensor:
     """`f(x)`, or `f(x) / |f(x)|` over the last dimension; f is `elu1`, `silu` or `identity`; in float32 if `wide`."""
-    return (features_forward if direct(x) else _features)(x, feature_map, unit, wide)
+    return _operator(x, feature_map, unit, wide)

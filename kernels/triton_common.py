@@ -31,7 +31,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(-200.0)  # exp of it is 0 in float32: stands for any stronger log-decay, -inf included
 INTERPRETED = tl.constexpr(triton_interpreted())
 INTERPRETED_MULTIPROCESSORS = 4
-PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -55,17 +54,6 @@ def padded(size: int) -> int:
 def power_of_two_above(size: int) -> int:
     """Triton's own takes microseconds on the host, and so does its `cdiv`."""
     return 1 << (size - 1).bit_length()
-
-
-def direct(*inputs: Tensor | None) -> bool:
-    """Whether a call may run its launches without its custom operator, which costs the host more than most kernels.
-
-    It may where nobody wants a gradient and nothing traces: no compilation, no forward derivative, no fake tensor.
-    """
-    if torch.compiler.is_compiling() or torch.autograd.forward_ad._current_level >= 0:
-        return False
-    gradients = torch.is_grad_enabled()
-    return all(x is None or (type(x) in PLAIN and not (gradients and x.requires_grad)) for x in inputs)
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from linattn_cli.kernels.delta import triton as delta
+from linattn_cli.kernels.operator_triton import Operator
 from linattn_cli.kernels.penalty import triton as penalty
 from linattn_cli.kernels.ratio_triton import edge_sums, quotient_gradient
 from linattn_cli.kernels.rows_triton import features_triton, gate_gradient, unit_features
@@ -190,17 +191,17 @@ def _setup(ctx: Any, inputs, output) -> None:
     ctx.mark_non_differentiable(saved[1], *saved[4:])
 
 
-def _backward(ctx: Any, d_o, _d_den, d_final, d_inverse, *others):
+def _backward(gradient, ctx: Any, d_o, _d_den, d_final, d_inverse, *others):
     q, k, v, u, *saved = ctx.saved_tensors
     d_mass, d_z = others[-2:]
-    d_q, d_k, d_v, d_u, *d_states = _vla_gradient(
+    d_q, d_k, d_v, d_u, *d_states = gradient(
         d_o, d_final, d_mass, d_inverse, d_z, q, k, v, u, saved, *ctx.options, ctx.given
     )
     d_S, d_first, d_z0 = (d if has else None for d, has in zip(d_states, ctx.has, strict=True))
     return d_q, d_k, d_v, None if u is None else d_u, d_S, d_first, None, d_z0, *[None] * 5
 
 
-_vla.register_autograd(_backward, setup_context=_setup)
+_operator = Operator(_vla_forward, _vla, _setup, _backward, _vla_backward, _vla_gradient)
 
 
 def vla_triton(
@@ -223,6 +224,5 @@ def vla_triton(
     inputs = (q, k, v, u, S, mass, z)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     arguments = (q, k, v, u, S, mass, inverse, z, feature_map, float(lambda0), floor, chunk_size or 0, save)
-    run = _vla if save or torch.compiler.is_compiling() else _vla_forward
-    o, den, final, inverse, *_, mass, z = run(*arguments)
+    o, den, final, inverse, *_, mass, z = _operator(*arguments)
     return o, den, final, PenaltyState(mass, inverse, age), z

@@ -21,11 +21,11 @@ from linattn_cli.kernels.delta.triton_backward import (
     read_gradient_kernel,
 )
 from linattn_cli.kernels.delta.triton_forward import chain_kernel, map_kernel, output_kernel, prepare_kernel
+from linattn_cli.kernels.operator_triton import Operator
 from linattn_cli.kernels.triton_common import (
     Blocks,
     ceil_div,
     choose_blocks,
-    direct,
     edge_products,
     launch,
     leaving_states,
@@ -266,16 +266,14 @@ def _setup(ctx: Any, inputs, output) -> None:
     ctx.save_for_backward(q, p, a, log_decay, *output[1:])
 
 
-def _backward(ctx: Any, d_o, d_final, d_residual, *_):
+def _backward(gradient, ctx: Any, d_o, d_final, d_residual, *_):
     q, p, a, log_decay, *saved = ctx.saved_tensors
-    *grads, d_decay, d_initial = _delta_scan_backward(
-        d_o, d_final, d_residual, q, p, a, log_decay, *saved, ctx.reverse, ctx.chunk
-    )
+    *grads, d_decay, d_initial = gradient(d_o, d_final, d_residual, q, p, a, log_decay, *saved, ctx.reverse, ctx.chunk)
     d_decay = None if log_decay is None else d_decay
     return *grads, d_decay, d_initial if ctx.has_initial else None, None, None, None, None
 
 
-_delta_scan.register_autograd(_backward, setup_context=_setup)
+_operator = Operator(_delta_forward, _delta_scan, _setup, _backward, delta_backward, _delta_scan_backward)
 
 
 def delta_scan_triton(
@@ -294,6 +292,5 @@ def delta_scan_triton(
     refuse_float64("delta_scan", q, p, a, v)
     inputs = (q, p, a, v, log_decay, initial_state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    run = _delta_forward if direct(*inputs) else _delta_scan
-    o, final, residual, *_ = run(*inputs, reverse, chunk_size or 0, save, save or return_residual)
+    o, final, residual, *_ = _operator(*inputs, reverse, chunk_size or 0, save, save or return_residual)
     return o, final, residual if return_residual else None

@@ -13,10 +13,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from linattn_cli.kernels.operator_triton import Operator
 from linattn_cli.kernels.triton_common import (
     ceil_div,
     choose_blocks,
-    direct,
     dot,
     edge_decay,
     edge_products,
@@ -221,18 +221,18 @@ def _setup(ctx: Any, inputs, output) -> None:
     ctx.save_for_backward(q, k, v, log_decay, starts, final)
 
 
-def _backward(ctx: Any, d_o, d_final, d_starts):
+def _backward(gradient, ctx: Any, d_o, d_final, d_starts):
     q, k, v, log_decay, starts, final = ctx.saved_tensors
     if d_o is None:
         d_o = torch.zeros(*q.shape[:3], v.shape[3], dtype=v.dtype, device=v.device)
-    d_q, d_k, d_v, d_decay, d_initial = _linear_scan_backward(
+    d_q, d_k, d_v, d_decay, d_initial = gradient(
         d_o, d_final, q, k, v, log_decay, starts, final, ctx.exclusive, ctx.reverse, ctx.chunk
     )
     d_decay = None if log_decay is None else d_decay
     return d_q, d_k, d_v, d_decay, d_initial if ctx.has_initial else None, None, None, None
 
 
-_linear_scan.register_autograd(_backward, setup_context=_setup)
+_operator = Operator(_linear_forward, _linear_scan, _setup, _backward, linear_backward, _linear_scan_backward)
 
 
 def linear_scan_triton(
@@ -248,7 +248,5 @@ def linear_scan_triton(
 ) -> tuple[Tensor, Tensor]:
     """`linear_scan` on a GPU; see its docstring for the recurrence and shapes."""
     refuse_float64("linear_scan", q, k, v)
-    inputs = (q, k, v, log_decay, initial_state)
-    run = _linear_forward if direct(*inputs) else _linear_scan
-    o, final, _ = run(*inputs, exclusive, reverse, chunk_size or 0)
+    o, final, _ = _operator(q, k, v, log_decay, initial_state, exclusive, reverse, chunk_size or 0)
     return o, final

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linattn_cli.kernels.operator_triton import Operator
 from linattn_cli.kernels.penalty.inverse import REFRESH
 from linattn_cli.kernels.penalty.inverse import inverse as library_inverse
 from linattn_cli.kernels.penalty.library import WIDE_CHUNK, wide_apply, wide_gain
@@ -27,7 +28,6 @@ from linattn_cli.kernels.triton_common import (
     Blocks,
     ceil_div,
     choose_blocks,
-    direct,
     edge_states,
     launch,
     multiprocessors,
@@ -252,13 +252,13 @@ def _setup(ctx: Any, inputs, output) -> None:
     ctx.save_for_backward(u, x, final_inverse, *saved)
 
 
-def _backward(ctx: Any, d_x, d_mass, d_inverse, *_):
+def _backward(gradient, ctx: Any, d_x, d_mass, d_inverse, *_):
     options = (ctx.lambda0, ctx.chunk, ctx.given)
-    d_u, d_k, d_initial = _penalty_gain_backward(d_x, d_mass, d_inverse, *ctx.saved_tensors, *options)
+    d_u, d_k, d_initial = gradient(d_x, d_mass, d_inverse, *ctx.saved_tensors, *options)
     return d_u, d_k, d_initial if ctx.has_mass else None, None, None, None
 
 
-_penalty_gain.register_autograd(_backward, setup_context=_setup)
+_operator = Operator(penalty_forward, _penalty_gain, _setup, _backward, penalty_backward, _penalty_gain_backward)
 
 
 def penalty_gain_triton(
@@ -276,8 +276,7 @@ def penalty_gain_triton(
     """
     refuse_float64("penalty_gain", u, k)
     mass, inverse, age = carried(initial_state, u, lambda0)
-    run = penalty_forward if direct(u, k, mass) else _penalty_gain
-    x, mass, inverse, *_ = run(u, k, mass, inverse, float(lambda0), chunk_size or 0)
+    x, mass, inverse, *_ = _operator(u, k, mass, inverse, float(lambda0), chunk_size or 0)
     return x, PenaltyState(mass, inverse, age)
 
 

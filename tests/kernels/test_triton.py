@@ -384,3 +384,19 @@ def test_compiles_as_one_graph() -> None:
         results.append((o, *torch.autograd.grad(o.square().sum(), leaves)))
     for eager, graph in zip(*results, strict=True):
         assert torch.equal(eager, graph)
+
+
+def test_custom_operators_are_for_those_who_look_on() -> None:
+    """Eager calls skip them, in both directions; a trace finds them; a second derivative is refused, not wrong."""
+    from torch.profiler import ProfilerActivity, profile
+
+    q, k, v = (draw(1, 3, 2, 4).to(DEVICE).requires_grad_() for _ in range(3))
+    flags = {"log_decay": None, "initial_state": None, "exclusive": False, "reverse": False, "chunk_size": None}
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        o, _ = linear_scan_triton(q, k, v, **flags)
+        torch.autograd.grad(o.sum(), (q, k, v))
+    assert not [event.key for event in seen.key_averages() if event.key.startswith("linattn::")]
+    o, _ = linear_scan_triton(q, k, v, **flags)
+    (d_q,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        d_q.sum().backward()
