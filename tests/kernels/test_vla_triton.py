@@ -114,9 +114,10 @@ def test_a_carried_state_and_grouped_queries(fused: list[int]) -> None:
     assert fused == [20]
 
 
-def test_a_short_call_starts_from_the_given_inverse(fused: list[int]) -> None:
-    check(tensors_of(T=5, state=True), age=20)
-    assert fused == [5]
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_short_call_starts_from_the_given_inverse(tokens: int, fused: list[int]) -> None:
+    check(tensors_of(T=tokens, state=True), age=20)
+    assert fused == [tokens]
 
 
 def test_wide_heads() -> None:
