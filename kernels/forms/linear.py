@@ -22,7 +22,7 @@ from linattn_cli.kernels.forms.scan import linear_scan
 from linattn_cli.kernels.forms.serial import pick, start_state, token_masks
 from linattn_cli.kernels.layout import queries_time_first, stack_tokens, time_first
 from linattn_cli.kernels.types import FormOutput, Impl
-from linattn_cli.kernels.validate import check_form, check_linear
+from linattn_cli.kernels.validate import check_form, check_linear, check_shape
 
 
 class LinearState(NamedTuple):
@@ -72,6 +72,8 @@ def linear_attention(
         from linattn_cli.kernels.linear_ratio_triton import linear_ratio_triton
 
         check_linear(q, k, v, None, S, chunk_size)
+        if z is not None:
+            check_shape("initial_state.z", z, "BHK", (k.shape[0], *k.shape[2:]))
         options: dict[str, Any] = {"feature_map": feature_map, "floor": RATIO_EPS, "chunk_size": chunk_size}
         with torch.autocast(q.device.type, enabled=False):
             o, denominator, S, z = linear_ratio_triton(q, k, v, S=S, z=z, **options)
