@@ -126,6 +126,7 @@ def test_the_error_is_what_the_faq_says(home, title, tmp_path, monkeypatch, caps
     for words, setup in SETUP.items():
         if any(words in line for line in expected):
             setup(monkeypatch)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     capsys.readouterr()
     with pytest.raises(SystemExit) as left:
         main(shlex.split(command)[1:])

@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import os
+from unittest import mock
 
 import pytest
 import typer
@@ -129,7 +130,9 @@ def left(line):
     """Exit code, stdout and stderr of a command line in this process."""
     out, err = io.StringIO(), io.StringIO()
     code = None
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    # verify-scan --interpret decides for the whole process, of which there is one a command only in real life.
+    restored = mock.patch.dict(os.environ)
+    with restored, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             main(line)
         except SystemExit as left:
