@@ -153,7 +153,7 @@ def check(line, codes):
         assert document["error"]["message"] in err
 
 
-@examples(250)
+@examples(150)
 @given(line=command_lines([name for name in COMMANDS if name not in ("doctor",)]))
 def test_any_command_line(folder, line):
     check(line, (0, 2, 3))

@@ -79,7 +79,7 @@ def changed(draw, text):
     return "\n".join(lines)
 
 
-@examples(40)
+@examples(20)
 @given(data=st.data())
 def test_any_result_and_any_metrics(run, data):
     copy = run.with_name("copy")
