@@ -70,6 +70,7 @@ def form_of(mixer: Mixer) -> Callable[..., Any]:
 def option_sets(mixer: Mixer, *, quick: bool = False) -> list[dict[str, object]]:
     """Settings of the options to check: the defaults, every other value alone, then the pairs.
 
+    >>> from linattn_cli.kernels.registry import MIXERS
     >>> option_sets(MIXERS["decay_delta"], quick=True)[0]
     {}
     """

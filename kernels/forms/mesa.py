@@ -64,8 +64,8 @@ def rls(
     Source: recursive least squares; the gain of VLA (arXiv 2605.11196).
 
     >>> q = k = torch.ones(1, 2, 1, 1)
-    >>> rls(q, k, torch.tensor([3.0, 6.0]).view(1, 2, 1, 1), feature_map="identity").o.flatten().tolist()
-    [1.5, 3.0]
+    >>> rls(q, k, torch.tensor([3.0, 6.0]).view(1, 2, 1, 1), feature_map="identity").o.flatten()
+    tensor([1.5000, 3.0000])
     """
     if Impl.parse(impl) is Impl.REFERENCE:
         return rls_serial(q, k, v, lambda0=lambda0, feature_map=feature_map, mask=mask, initial_state=initial_state)
@@ -107,8 +107,8 @@ def mesa(
     Source: von Oswald et al. 2023 (arXiv 2309.05858), MesaNet 2025 (arXiv 2506.05233), without forgetting.
 
     >>> q = k = torch.ones(1, 2, 1, 1)
-    >>> mesa(q, k, torch.tensor([3.0, 6.0]).view(1, 2, 1, 1), feature_map="identity").o.flatten().tolist()
-    [1.5, 3.0]
+    >>> mesa(q, k, torch.tensor([3.0, 6.0]).view(1, 2, 1, 1), feature_map="identity").o.flatten()
+    tensor([1.5000, 3.0000])
     """
     check_form(q, k, v)
     if Impl.parse(impl) is Impl.REFERENCE:

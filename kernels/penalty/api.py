@@ -39,8 +39,8 @@ def penalty_gain(
 
     >>> import torch
     >>> u = k = torch.ones(1, 2, 1, 1, dtype=torch.float64)
-    >>> penalty_gain(u, k, lambda0=1.0).o.flatten().tolist()
-    [0.5, 0.3333333333333333]
+    >>> penalty_gain(u, k, lambda0=1.0).o.flatten()
+    tensor([0.5000, 0.3333], dtype=torch.float64)
     """
     check_penalty(u, k, lambda0, initial_state, chunk_size)
     resolved = dispatch.resolve("penalty_gain", impl, k)
