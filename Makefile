@@ -29,8 +29,9 @@ install: $(VENV)/.installed
 demo: $(VENV)/.installed
 	$(BIN)/linattn train --recipe demo
 
+# One process a core, the tests of a file together; one thread each, or they would wait for each other.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 check: lint types doctest
 

@@ -60,7 +60,7 @@ def at_terminal(code: str, columns: int = 60, **env: str) -> str:
         stdout=sub,
         stderr=sub,
         stdin=sub,
-        env={**os.environ, "TERM": "xterm", **env},
+        env={**{k: v for k, v in os.environ.items() if k != "COLUMNS"}, "TERM": "xterm", **env},
     )
     os.close(sub)
     chunks = []
