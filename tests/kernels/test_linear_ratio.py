@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linattn_cli.compare import budget, compare
+from tests.kernels.fused_operator import DEVICE, check_outputs, count_calls, normals, with_gradients
 
 GPU = torch.cuda.is_available()
 pytest.importorskip("triton", reason="triton has no wheel for this system")  # imported by conftest.py
@@ -17,8 +17,6 @@ with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
     from linattn_cli.kernels import linear_ratio_triton
     from linattn_cli.kernels.forms.linear import LinearState, linear_attention
-
-DEVICE = "cuda" if GPU else "cpu"
 
 
 @pytest.fixture(autouse=True)
@@ -31,23 +29,11 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of the calls that the fused operator made."""
-    calls: list[int] = []
-    run = linear_ratio_triton.linear_ratio_triton
-
-    def counted(q: Tensor, *tensors: Any, **options: Any) -> Any:
-        calls.append(q.shape[1])
-        return run(q, *tensors, **options)
-
-    monkeypatch.setattr(linear_ratio_triton, "linear_ratio_triton", counted)
-    return calls
+    return count_calls(monkeypatch, linear_ratio_triton, "linear_ratio_triton")
 
 
 def tensors_of(T=37, B=1, Q=2, H=2, K=9, V=12, *, state: bool = False) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
+    normal = normals()
     x = {"q": normal(B, T, Q, K), "k": normal(B, T, H, K), "v": normal(B, T, H, V)}
     if state:
         x |= {"S": normal(B, H, K, V), "z": normal(B, H, K).abs()}
@@ -63,27 +49,11 @@ def outputs(x: dict[str, Tensor], impl: str, dtype: torch.dtype, **options: Any)
     out = linear_attention(held["q"], held["k"], held["v"], **options, initial_state=state, impl=impl)
     results = {"o": out.o, "S": out.state.S, "z": out.state.z}
     assert out.impl == impl
-    generator = torch.Generator().manual_seed(1)
-    loss = torch.zeros((), dtype=dtype, device=DEVICE)
-    for y in results.values():
-        upstream = torch.randn(y.shape, generator=generator, dtype=torch.float64)
-        loss = loss + (y * upstream.to(DEVICE, dtype)).sum()
-    grads = torch.autograd.grad(loss, list(held.values()))
-    results |= {f"d_{name}": grad for name, grad in zip(held, grads, strict=True)}
-    return {name: y.detach() for name, y in results.items()} | {"clamped": out.clamped}
+    return with_gradients(results, held) | {"clamped": out.clamped}
 
 
 def check(x: dict[str, Tensor], **options: Any) -> None:
-    exact = outputs(x, "reference", torch.float64, **options)
-    serial = outputs(x, "reference", torch.float32, **options)
-    ours = outputs(x, "triton", torch.float32, **options)
-    assert set(ours) == set(exact)
-    assert int(ours.pop("clamped")) == int(exact.pop("clamped"))
-    for name, truth in exact.items():
-        gradient = name.startswith("d_")
-        allowed = budget(torch.float32, compare(serial[name], truth, dtype=torch.float32), gradient=gradient)
-        found = compare(ours[name], truth, dtype=torch.float32)
-        assert allowed.allows(found), f"{name}: {found}, allowed {allowed}"
+    check_outputs(outputs, x, **options)
 
 
 @pytest.mark.parametrize("feature_map", ["elu1", "silu", "identity"])

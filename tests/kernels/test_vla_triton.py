@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from linattn_cli.compare import budget, compare
 from linattn_cli.kernels.types import state_tensors
+from tests.kernels.fused_operator import DEVICE, check_outputs, count_calls, normals, with_gradients
 
 GPU = torch.cuda.is_available()
 pytest.importorskip("triton", reason="triton has no wheel for this system")  # imported by conftest.py
@@ -20,8 +20,6 @@ with pytest.MonkeyPatch.context() as patch:
     from linattn_cli.kernels import vla_triton
     from linattn_cli.kernels.forms.vla import VLAState, vla
     from linattn_cli.kernels.types import PenaltyState
-
-DEVICE = "cuda" if GPU else "cpu"
 
 
 @pytest.fixture(autouse=True)
@@ -34,23 +32,11 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of the calls that the fused operator made."""
-    calls: list[int] = []
-    run = vla_triton.vla_triton
-
-    def counted(q: Tensor, *tensors: Any, **options: Any) -> Any:
-        calls.append(q.shape[1])
-        return run(q, *tensors, **options)
-
-    monkeypatch.setattr(vla_triton, "vla_triton", counted)
-    return calls
+    return count_calls(monkeypatch, vla_triton, "vla_triton")
 
 
 def tensors_of(T=37, B=1, Q=2, H=2, K=9, V=12, *, state: bool = False) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
+    normal = normals()
     x = {"q": normal(B, T, Q, K), "k": normal(B, T, H, K), "v": normal(B, T, H, V)}
     x["u"] = normalize(normal(B, T, H, K), dim=-1) * K**-0.5
     if state:
@@ -74,29 +60,11 @@ def outputs(x: dict[str, Tensor], impl: str, dtype: torch.dtype, *, age: int = 6
     results = {"o": out.o, "S": out.state.S, "mass": out.state.penalty.mass, "inverse": out.state.penalty.inverse}
     results["z"] = out.state.z
     assert out.impl == impl
-    generator = torch.Generator().manual_seed(1)
-    loss = torch.zeros((), dtype=dtype, device=DEVICE)
-    for name, y in results.items():
-        upstream = torch.randn(y.shape, generator=generator, dtype=torch.float64)
-        if name in ("mass", "inverse"):
-            upstream = upstream + upstream.mT
-        loss = loss + (y * upstream.to(DEVICE, dtype)).sum()
-    grads = torch.autograd.grad(loss, list(held.values()), allow_unused=True)
-    results |= {f"d_{name}": grad for name, grad in zip(held, grads, strict=True) if grad is not None}
-    return {name: y.detach() for name, y in results.items()} | {"clamped": out.clamped}
+    return with_gradients(results, held, allow_unused=True) | {"clamped": out.clamped}
 
 
 def check(x: dict[str, Tensor], **options: Any) -> None:
-    exact = outputs(x, "reference", torch.float64, **options)
-    serial = outputs(x, "reference", torch.float32, **options)
-    ours = outputs(x, "triton", torch.float32, **options)
-    assert set(ours) == set(exact)
-    assert int(ours.pop("clamped")) == int(exact.pop("clamped"))
-    for name, truth in exact.items():
-        gradient = name.startswith("d_")
-        allowed = budget(torch.float32, compare(serial[name], truth, dtype=torch.float32), gradient=gradient)
-        found = compare(ours[name], truth, dtype=torch.float32)
-        assert allowed.allows(found), f"{name}: {found}, allowed {allowed}"
+    check_outputs(outputs, x, **options)
 
 
 @pytest.mark.parametrize("penalty", ["learned", "key"])
