@@ -103,7 +103,8 @@ def walk(q, k, v, log_decay, starts, *, exclusive, reverse, transposed, chunk, l
     """Outputs of a scan with known edge states, and their dot products with `against` where it is given.
 
     `transposed`: the edge states are stored `[V, K]`, that is for keys and values exchanged. `like` is the tensor
-    whose dtype decides how products are made, here and where the edge states were.
+    whose dtype decides how products are made, here and where the edge states were; beside tensors in half precision
+    those of float32 need no more than twice their digits.
     """
     B, T, Q, K = q.shape
     V = v.shape[3]
@@ -112,6 +113,7 @@ def walk(q, k, v, log_decay, starts, *, exclusive, reverse, transposed, chunk, l
     chunks, length, supers = split
     o = torch.empty(B, T, Q, V, dtype=dtype, device=q.device)
     columns, half = ceil_div(V, blocks.BV), blocks.dot is tl.bfloat16
+    mixed = like.dtype == torch.float32 and any(x.dtype != torch.float32 for x in (q, k, v))
     dots = torch.empty(columns, B, T, Q, dtype=torch.float32, device=q.device) if against is not None else starts
     launch(
         _output_kernel, (supers * B * Q, columns),
@@ -119,7 +121,7 @@ def walk(q, k, v, log_decay, starts, *, exclusive, reverse, transposed, chunk, l
         T, chunks, length, B, heads,
         K=K, V=V, BK=blocks.BK, BV=blocks.BV, C=blocks.C, G=Q // heads, J=k.shape[2] // heads,
         DECAY=log_decay is not None, REVERSE=reverse, STRICT=exclusive, DOTS=against is not None, TRANSPOSED=transposed,
-        DOT=blocks.dot, PRECISION=blocks.precision,
+        DOT=blocks.dot, PRECISION="near" if mixed else blocks.precision,
         num_warps=blocks.num_warps, num_stages=3 if half and blocks.BK <= 64 else 2,
     )  # fmt: skip
     return o, dots.sum(0) if against is not None else None
