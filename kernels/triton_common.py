@@ -213,10 +213,12 @@ def near_dot(a, b):
 @triton.jit
 def dot(a, b, DOT: tl.constexpr, PRECISION: tl.constexpr):
     if PRECISION == "exact":
-        return exact_dot(a, b)
-    if PRECISION == "near":
-        return near_dot(a, b)
-    return tl.dot(a.to(DOT), b.to(DOT), input_precision=PRECISION)
+        product = exact_dot(a, b)
+    elif PRECISION == "near":
+        product = near_dot(a, b)
+    else:
+        product = tl.dot(a.to(DOT), b.to(DOT), input_precision=PRECISION)
+    return product
 
 
 @triton.jit
