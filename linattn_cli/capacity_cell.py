@@ -117,17 +117,19 @@ def _train(job: Work, metrics: list[dict[str, Any]], files: dict[str, bytes]) ->
     import torch
 
     from linattn_cli import environment, experiment
+    from linattn_cli.cuda_graph import RECORDING
     from linattn_cli.evaluation import evaluate
     from linattn_cli.training import Trainer
 
     config, device = _prepare(job)
     impl = experiment.impl_of(config, device)
-    task, model = experiment.build(config)
     # Only the last checkpoint is of use here, and only where it was asked for.
     settings = config.train.model_copy(update={"checkpoint_every": config.train.steps})
     with tempfile.TemporaryDirectory(prefix="linattn-cell-") as folder:
         run = RunFolder(Path(folder)) if job["weights"] else None
-        trainer = Trainer(model, task, settings, seed=config.seed, device=device, run=run, on_row=metrics.append)
+        with RECORDING:
+            task, model = experiment.build(config)
+            trainer = Trainer(model, task, settings, seed=config.seed, device=device, run=run, on_row=metrics.append)
         ended = trainer.train()
         kept = (path for path in Path(folder, CHECKPOINTS).rglob("*") if path.is_file())
         files.update({str(path.relative_to(folder)): path.read_bytes() for path in kept})
@@ -144,18 +146,20 @@ def _train(job: Work, metrics: list[dict[str, Any]], files: dict[str, bytes]) ->
         ).figures()
 
     last = ended.row
-    if "validation_accuracy" in last and last["step"] == ended.step:
-        validation = {key: last[key] for key in ("validation_accuracy", "validation_loss")}
-    else:
-        found = judge("validation")
-        validation = {"validation_accuracy": found["accuracy"], "validation_loss": found["loss"]}
-    test = judge("test")
+    with RECORDING:
+        if "validation_accuracy" in last and last["step"] == ended.step:
+            validation = {key: last[key] for key in ("validation_accuracy", "validation_loss")}
+        else:
+            found = judge("validation")
+            validation = {"validation_accuracy": found["accuracy"], "validation_loss": found["loss"]}
+        test = judge("test")
+        state_bytes = _state_bytes(model, task, config, device)
     return {
         **{key: test[key] for key in ("accuracy", "loss", "exact_sequence_accuracy")},
         **validation,
         **task.chance(),
         "parameters": model.parameter_count(),
-        "state_bytes": _state_bytes(model, task, config, device),
+        "state_bytes": state_bytes,
         "steps": ended.step,
         "stopped_by": ended.stopped,
         "train_s": ended.train_s,
@@ -188,11 +192,11 @@ def _probe(job: Work) -> dict[str, Any]:
     import torch
 
     from linattn_cli import experiment
+    from linattn_cli.cuda_graph import RECORDING
     from linattn_cli.evaluation import evaluate
     from linattn_cli.training import Trainer
 
     config, device = _prepare(job)
-    task, model = experiment.build(config)
     steps = 2 * PROBE_STEPS
     settings = config.train.model_copy(
         update={"steps": steps, "log_every": steps, "eval_every": 0, "target_accuracy": None, "warmup_steps": 1}
@@ -201,28 +205,38 @@ def _probe(job: Work) -> dict[str, Any]:
 
     def note(step: int) -> None:
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            torch.cuda.current_stream(device).synchronize()
         times.append(time.perf_counter())
 
-    Trainer(model, task, settings, seed=config.seed, device=device, on_step=note).train()
+    with RECORDING:
+        task, model = experiment.build(config)
+        trainer = Trainer(model, task, settings, seed=config.seed, device=device, on_step=note)
+    trainer.train()
     step_s = (times[-1] - times[PROBE_STEPS - 1]) / PROBE_STEPS
     examples = min(64, config.train.eval_examples)
     started = time.perf_counter()
-    evaluate(
-        model,
-        task,
-        examples=examples,
-        seed=config.seed,
-        stream="validation",
-        device=device,
-        dtype=config.train.dtype,
-    )
+    with RECORDING:  # the wait for it counts: a sweep waits too
+        evaluate(
+            model,
+            task,
+            examples=examples,
+            seed=config.seed,
+            stream="validation",
+            device=device,
+            dtype=config.train.dtype,
+        )
     return {"step_s": step_s, "example_s": (time.perf_counter() - started) / examples}
 
 
 def _clean_up() -> None:
     """Give memory back between cells: other processes share the GPU."""
-    gc.collect()
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    if torch is None:
+        return
+
+    from linattn_cli.cuda_graph import RECORDING
+
+    with RECORDING:
+        gc.collect()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()

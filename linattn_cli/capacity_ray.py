@@ -69,8 +69,8 @@ class RayPool:
                 self._ray.cancel(reference, force=True)
         self._leave()
 
-    def submit(self, number: int, job: Work) -> None:
-        """Send a job to the cluster."""
+    def submit(self, number: int, job: Work, *, alone: bool = False) -> None:
+        """Send a job to the cluster, where every one has a process to itself."""
         self._running[self._work.remote({**job, "device": self._place})] = number
 
     def wait(self, timeout: float | None = None) -> list[Finished]:

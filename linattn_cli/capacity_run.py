@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 ATTEMPTS = 2
 """How often a cell is tried whose worker crashed or ran out of memory."""
 
+STREAMS = 4
+"""Cells that a worker trains side by side on a GPU, where the command line does not say."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -35,6 +38,7 @@ class Request:
 
     overrides  dedicated options by dotted key, lists already parsed
     workers    None is one a core over the threads of a cell, or on a GPU eight for each
+    streams    None is `STREAMS` on a GPU where every cell can be recorded, else 1
     """
 
     recipe: str | None = None
@@ -49,6 +53,7 @@ class Request:
     dry_run: bool = False
     report: bool = False
     trust: bool = False
+    streams: int | None = None
 
 
 def run(request: Request, doc: Document) -> None:
@@ -141,8 +146,14 @@ def _begin(doc: Document, config: RunConfig, request: Request) -> torch.device:
 
     device = environment.resolve_device(config.train.device)
     environment.resolve_dtype(config.train.dtype, device)
+    if (request.streams or 1) > 1 and (request.ray is not None or device.type != "cuda"):
+        raise CliError(
+            f"--streams {request.streams} needs a GPU of this machine, not "
+            + (f"the {device.type.upper()}" if request.ray is None else "--ray"),
+            hint="leave it out; --workers says how many cells are trained at a time",
+        )
     doc.config = config
-    doc.memory_hint = "lower --workers, the batch size, the sequence length or d_model"
+    doc.memory_hint = "lower --workers, --streams, the batch size, the sequence length or d_model"
     doc.begin(device=device, dtype=config.train.dtype, impl=environment.resolve_impl(config.model.impl, device))
     return device
 
@@ -168,7 +179,8 @@ def _run_missing(folder: SweepFolder, config: RunConfig, device: torch.device, r
         bar.log(f"sweep folder {folder.path}: {len(missing)} of {total} cells to run")
         bar.skip(total - len(missing))
         try:
-            with make_pool(config, device, request, len(missing), log=folder.path / LOG) as pool:
+            streams = choose_streams(missing, device, request, bar.log)
+            with make_pool(config, device, request, len(missing), streams=streams, log=folder.path / LOG) as pool:
                 bar.log(f"{pool.slots} at a time, CPU threads a cell: {missing[0].threads}")
                 for cell, outcome, attempts in run_cells(
                     missing, pool, str(device), log=bar.log, weights=request.keep_weights
@@ -196,7 +208,29 @@ def _teller(cells: list[Cell]) -> Callable[[Cell], str]:
     return lambda cell: " ".join([cell.arm, *(f"{name} {shown(cell.place[name])}" for name in varying)])
 
 
-def make_pool(config: RunConfig, device: torch.device, request: Request, jobs: int, *, log: Path) -> Pool:
+def choose_streams(
+    cells: list[Cell], device: torch.device, request: Request, log: Callable[[str], object] = lambda _: None
+) -> int:
+    """How many cells a worker trains side by side.
+
+    One, unless all are recorded as CUDA graphs: the host sets the pace of the others, and it runs one thread at a
+    time. Code of the user's own may draw global random numbers, and so is never beside another's.
+    """
+    if device.type != "cuda" or request.ray is not None:
+        return 1
+    from linattn_cli.cuda_graph import will_record
+
+    other = next((cell for cell in cells if not will_record(cell.config, device)), None)
+    if other is None:
+        return request.streams or STREAMS
+    if (request.streams or 1) > 1:
+        log(f"one cell at a time in a worker, not {request.streams}: no CUDA graph for {other.label}")
+    return 1
+
+
+def make_pool(
+    config: RunConfig, device: torch.device, request: Request, jobs: int, *, streams: int = 1, log: Path
+) -> Pool:
     """Workers on this machine, or on a Ray cluster with `--ray`."""
     threads = (config.sweep or SweepConfig()).threads
     if request.ray is not None:
@@ -204,8 +238,9 @@ def make_pool(config: RunConfig, device: torch.device, request: Request, jobs: i
 
         return RayPool(request.ray, request.workers, threads=threads, device=config.train.device)
     devices = _devices(config.train.device, device)
-    workers = request.workers or default_workers(devices, threads)
-    return LocalPool(max(1, min(workers, jobs)), devices=devices, threads=threads, log=log)
+    workers = max(1, min(request.workers or default_workers(devices, threads), jobs))
+    streams = min(streams, -(-jobs // workers))
+    return LocalPool(workers, devices=devices, threads=threads, log=log, streams=streams)
 
 
 def default_workers(devices: list[str], threads: int) -> int:
@@ -230,7 +265,8 @@ def run_cells(
 ) -> Iterator[tuple[Cell, Outcome, int]]:
     """Run cells, the longest first, and yield each as it ends, with the number of attempts.
 
-    A cell whose worker crashed, or that ran out of memory, is tried once more.
+    A cell whose worker crashed, or that ran out of memory, is tried once more, alone in its worker: the first
+    time the fault may have been a neighbour's.
     """
     waiting = deque((cell, 1) for cell in sorted(cells, key=lambda cell: -cell.tokens))
     running: dict[int, tuple[Cell, int]] = {}
@@ -240,7 +276,7 @@ def run_cells(
             cell, attempt = waiting.popleft()
             number += 1
             running[number] = cell, attempt
-            pool.submit(number, job_of(cell, device, weights=weights))
+            pool.submit(number, job_of(cell, device, weights=weights), alone=attempt > 1)
         for done, outcome in pool.wait():
             cell, attempt = running.pop(done)
             error = outcome["error"]
@@ -314,7 +350,8 @@ def _dry_run(request: Request, doc: Document, config: RunConfig, cells: list[Cel
         doc.summary = {"cells": 0, "steps": 0}
         return
     doc.results = [{**cell.place, "steps": cell.config.train.steps, "tokens": cell.tokens} for cell in cells]
-    with make_pool(config, device, request, len(cells), log=Path(os.devnull)) as pool:
+    streams = choose_streams(cells, device, request, doc.log)
+    with make_pool(config, device, request, len(cells), streams=streams, log=Path(os.devnull)) as pool:
         started = time.perf_counter()
         found = estimate(cells, pool, str(device))
         doc.log(f"probed in {time.perf_counter() - started:.0f} s")

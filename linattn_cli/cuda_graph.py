@@ -2,12 +2,17 @@
 
 A small model's step is hundreds of short kernels, and on a GPU the host that launches them sets the pace. A
 replay is one launch. The kernels, their order and so the numbers are those of the eager step.
+
+Trainings may run side by side in threads of a process, each within `own_stream`: then replays overlap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, TypeVar
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -17,11 +22,23 @@ from linattn_cli.environment import resolve_impl
 from linattn_cli.layers.base import Mixer
 from linattn_cli.layers.softmax import Softmax
 from linattn_cli.output import EXIT_INTERNAL, CliError
+from linattn_cli.own_mixer import is_own
+
+if TYPE_CHECKING:
+    from linattn_cli.settings import RunConfig
 
 Result = TypeVar("Result")
 
 EAGER_STEPS = 3
 """Steps run eagerly before the recording: they compile the kernels and let every library allocate."""
+
+RECORDING = threading.RLock()
+"""Held for everything that a thread does on a GPU but replaying, where others of the process train beside it.
+
+While one records, no other may wait for the whole device, destroy a graph, or call a kernel or a library for the
+first time. Triton compiles in one thread at a time, and the global random numbers that weights are drawn from
+belong to one model at a time.
+"""
 
 
 def can_record(model: nn.Module, device: torch.device) -> bool:
@@ -38,9 +55,30 @@ def can_record(model: nn.Module, device: torch.device) -> bool:
 def _asks_nothing(mixer: Mixer, device: torch.device) -> bool:
     if not type(mixer).__module__.startswith("linattn_cli.layers."):
         return False
-    if isinstance(mixer, Softmax):
-        return mixer.impl in ("auto", "chunk")
-    return resolve_impl(mixer.impl, device) == "triton"
+    return _fused(mixer.impl, isinstance(mixer, Softmax), device)
+
+
+def _fused(impl: str, softmax: bool, device: torch.device) -> bool:
+    return impl in ("auto", "chunk") if softmax else resolve_impl(impl, device) == "triton"
+
+
+def will_record(config: RunConfig, device: torch.device) -> bool:
+    """`can_record` of a run whose model is not built yet, on a GPU; code of the user's own does not count."""
+    model = config.model
+    return config.train.cuda_graph and not is_own(model.name) and _fused(model.impl, model.name == "softmax", device)
+
+
+@contextlib.contextmanager
+def own_stream(device: str) -> Iterator[None]:
+    """On a GPU, a stream for this thread alone, as long as the thread lives; on a CPU nothing.
+
+    torch hands out 32 streams in turn. A worker takes each once, or two threads would share one.
+    """
+    if torch.device(device).type == "cuda":
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+            yield
+    else:
+        yield
 
 
 class RecordedStep(Generic[Result]):
@@ -66,10 +104,17 @@ class RecordedStep(Generic[Result]):
             self._graph.replay()
             assert self._result is not None
             return self._result
-        if self._graph is None and self._eager_steps >= EAGER_STEPS:
-            return self._record(hosts)
-        self._eager_steps += 1
-        return self._step(*(host.to(self._device, non_blocking=True) for host in hosts))
+        with RECORDING:
+            if self._graph is None and self._eager_steps >= EAGER_STEPS:
+                return self._record(hosts)
+            self._eager_steps += 1
+            return self._step(*(host.to(self._device, non_blocking=True) for host in hosts))
+
+    def release(self) -> None:
+        """Drop the graph and its memory; a further call records anew."""
+        # Here, not whenever Python collects the cycle of step and trainer: another thread may record then.
+        with RECORDING:
+            self._graph, self._inputs, self._result = None, (), None
 
     def _feed(self, hosts: list[Tensor]) -> None:
         for static, host in zip(self._inputs, hosts, strict=True):
@@ -79,8 +124,12 @@ class RecordedStep(Generic[Result]):
         self._inputs = tuple(torch.empty_like(host, device=self._device) for host in hosts)
         self._feed(hosts)
         graph = torch.cuda.CUDAGraph()
+        # A thread records on its own stream: cuBLAS keeps a workspace for each stream, which graphs recorded on
+        # the same one would share when they are replayed side by side. The default stream cannot be recorded.
+        stream = torch.cuda.current_stream(self._device)
+        aside = None if stream == torch.cuda.default_stream(self._device) else stream
         try:
-            with torch.cuda.graph(graph):
+            with _uncollected(), torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
                 self._result = self._step(*self._inputs)
         except RuntimeError as error:
             first: BaseException = error
@@ -95,3 +144,15 @@ class RecordedStep(Generic[Result]):
         graph.replay()  # recording runs nothing
         self._graph = graph
         return self._result
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Python's collector asleep: whatever it finds, another graph for instance, must not go while one records."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -184,12 +184,14 @@ def build(config: RunConfig) -> tuple[Task, LanguageModel]:
     """The task and a freshly initialised model; the weights depend on the recipe alone."""
     import torch
 
+    from linattn_cli.cuda_graph import RECORDING
     from linattn_cli.model import build_model
     from linattn_cli.tasks import make_task
 
     task = make_task(config.task.name, config.task.model_dump())
-    torch.manual_seed(config.seed)
-    return task, build_model(config.model, vocab_size=task.vocab_size, seq_len=task.input_len)
+    with RECORDING:  # the generator is the process's
+        torch.manual_seed(config.seed)
+        return task, build_model(config.model, vocab_size=task.vocab_size, seq_len=task.input_len)
 
 
 def train(

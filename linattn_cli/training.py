@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn_cli import checkpoints
-from linattn_cli.cuda_graph import RecordedStep, can_record
+from linattn_cli.cuda_graph import RECORDING, RecordedStep, can_record
 from linattn_cli.diagnosis import first_nonfinite
 from linattn_cli.evaluation import Scored, evaluate, score_tensors, scored_positions, to_device
 from linattn_cli.output import CliError
@@ -229,6 +229,13 @@ class Trainer:
         Raises `CliError`: exit 1 when the loss or a gradient is not finite (the weights before that step are
         kept as a checkpoint), 130 or 143 when interrupted or terminated (with a checkpoint).
         """
+        try:
+            return self._train()
+        finally:
+            if self._recorded is not None:
+                self._recorded.release()
+
+    def _train(self) -> Outcome:
         self.model.train()
         logged_tokens, logged_s = self.tokens, self.train_s
         with StopSignal() as stop:
@@ -249,9 +256,10 @@ class Trainer:
                 if log or save:
                     self._stop_clock()
                 if log:
-                    row = figures()
-                    if validate:
-                        row |= self._validate()
+                    with RECORDING:
+                        row = figures()
+                        if validate:
+                            row |= self._validate()
                     seconds = self.train_s - logged_s
                     row["tokens_per_s"] = (self.tokens - logged_tokens) / seconds if seconds > 0 else None
                     row["elapsed_s"] = self.train_s
@@ -288,7 +296,8 @@ class Trainer:
     def _stop_clock(self) -> None:
         """Add up training time; what validation and the disk take is not part of it."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            # Not the device: others may train on it in this process.
+            torch.cuda.current_stream(self.device).synchronize()
         self.train_s += time.perf_counter() - self._started
 
     def _step(self) -> Callable[[], dict[str, Any]]:
@@ -367,7 +376,8 @@ class Trainer:
     def _not_finite(self, bad_step: int) -> CliError:
         """The error that names the step and the tensor, with the weights before it kept as a checkpoint."""
         batch = self.task.batch(self.settings.batch_size, seed=self.seed, stream="train", index=bad_step)
-        tensor = first_nonfinite(self.model, batch, device=self.device, dtype=self.settings.dtype)
+        with RECORDING:
+            tensor = first_nonfinite(self.model, batch, device=self.device, dtype=self.settings.dtype)
         self.step = bad_step
         if all(bool(torch.isfinite(p).all()) for p in self.parameters):
             # The skipped updates left the weights of the last good step; keep them under that step's number.

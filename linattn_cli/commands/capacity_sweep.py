@@ -104,8 +104,19 @@ def capacity_sweep(
         typer.Option(
             "--workers",
             min=1,
-            help="Cells at a time.",
+            help="Processes that train cells.",
             show_default="cores over threads; on GPUs at most 8 each",
+            rich_help_panel="Compute",
+        ),
+    ] = None,
+    streams: Annotated[
+        int | None,
+        typer.Option(
+            "--streams",
+            min=1,
+            max=16,
+            help="Cells that a worker trains side by side on a GPU, each on a CUDA stream of its own.",
+            show_default="4 on a GPU, 1 without CUDA graphs and with --ray",
             rich_help_panel="Compute",
         ),
     ] = None,
@@ -183,5 +194,6 @@ def capacity_sweep(
             dry_run=dry_run,
             report=report,
             trust=trust,
+            streams=streams,
         )
         capacity_run.run(request, doc)

@@ -398,3 +398,13 @@ def test_wrong_usage_is_one_line_and_leaves_nothing_behind(linattn, monkeypatch,
     assert message in err
     if words[:1] != ["--ray"]:
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", [("--device", "cpu"), ("--device", "cpu", "--ray", "local")])
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_streams_without_a_gpu_here_are_refused(linattn, tmp_path, place, dry):
+    code, _, err = linattn("capacity-sweep", *BASE, *GRID, *place, "--streams", 2, "--out", tmp_path / "new", *dry)
+    assert code == 2
+    assert "--streams 2 needs a GPU of this machine" in err
+    assert "--workers" in err
+    assert not (tmp_path / "new").exists()

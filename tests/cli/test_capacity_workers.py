@@ -4,14 +4,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
+from linattn_cli import capacity_run, experiment
 from linattn_cli.capacity import cells_of
 from linattn_cli.capacity_cell import crashed, work
-from linattn_cli.capacity_run import default_workers, job_of, run_cells
+from linattn_cli.capacity_run import Request, choose_streams, default_workers, job_of, make_pool, run_cells
 from linattn_cli.capacity_workers import LocalPool
 from linattn_cli.config import load_run_config
 from linattn_cli.output import CliError
@@ -42,10 +46,12 @@ class FakePool:
     def __init__(self, outcomes):
         self.outcomes = {seed: list(kinds) for seed, kinds in outcomes.items()}
         self.jobs = {}
+        self.alone = []
         self.most = 0
 
-    def submit(self, number, job):
+    def submit(self, number, job, *, alone=False):
         self.jobs[number] = job
+        self.alone.append(alone)
         self.most = max(self.most, len(self.jobs))
 
     def wait(self, timeout=None):
@@ -74,6 +80,11 @@ def test_a_crash_costs_a_retry_then_a_recorded_failure_and_nothing_else():
     assert "SIGKILL" in lines[0]
 
 
+def test_a_second_try_is_alone():
+    _, _, pool = run({0: ["crashed", "finished"], 1: ["memory", "finished"], 2: ["finished"]})
+    assert sorted(pool.alone) == [False, False, False, True, True]
+
+
 def test_what_would_fail_again_is_not_tried_again():
     found, _, _ = run({0: ["value"], 1: ["memory", "finished"]})
     assert found == {0: ("failed", 1), 1: ("finished", 2)}, "memory was perhaps another cell's"
@@ -88,9 +99,9 @@ def test_the_longest_cells_go_first():
     class Order(FakePool):
         order: list = []  # noqa: RUF012
 
-        def submit(self, number, job):
+        def submit(self, number, job, *, alone=False):
             self.order.append(job["config"]["task"]["n_pairs"])
-            super().submit(number, job)
+            super().submit(number, job, alone=alone)
 
     pool = Order({0: ["finished"] * 3})
     list(run_cells(cells(n_pairs=[2, 4, 3]), pool, "cpu", log=print))
@@ -127,7 +138,7 @@ def test_real_workers_run_cells_survive_a_kill_and_are_deaf_to_ctrl_c(pool):
     pool.submit(4, job_of(second, "cpu"))
     assert results(pool, 1)[4]["status"] == "finished"
     assert all(process.is_alive() for process in processes), "workers are kept"
-    victim = next(worker for worker in pool._workers if worker.job == 3)
+    victim = next(worker for worker in pool._workers if worker.jobs == {3})
     os.kill(victim.process.pid, signal.SIGKILL)
     outcome = results(pool, 1)[3]
     assert outcome["status"] == "crashed"
@@ -137,10 +148,143 @@ def test_real_workers_run_cells_survive_a_kill_and_are_deaf_to_ctrl_c(pool):
     assert results(pool, 1)[5]["status"] == "finished"
 
 
+FIGURES = ("accuracy", "loss", "validation_accuracy", "validation_loss", "parameters", "state_bytes", "fingerprint")
+
+
+def longer(cell, steps):
+    train = cell.config.train.model_copy(update={"steps": steps})
+    return {**job_of(cell, "cpu"), "config": cell.config.model_copy(update={"train": train}).model_dump(mode="json")}
+
+
+def test_cells_side_by_side_reach_what_they_reach_alone(tmp_path):
+    grid = cells(seeds=[0, 1], models=["linear", "vla"])
+    with LocalPool(1, devices=["cpu"], threads=1, log=tmp_path / "log", streams=4) as pool:
+        assert pool.slots == 4
+        for number, cell in enumerate(grid):
+            pool.submit(number, longer(cell, 20))
+        assert [worker.jobs for worker in pool._workers] == [{0, 1, 2, 3}]
+        found = results(pool, 4)
+    for number, cell in enumerate(grid):
+        alone = work(longer(cell, 20))
+        assert {name: found[number]["figures"][name] for name in FIGURES} == {
+            name: alone["figures"][name] for name in FIGURES
+        }
+        assert [row["loss"] for row in found[number]["metrics"]] == [row["loss"] for row in alone["metrics"]]
+
+
+def test_a_killed_worker_gives_all_its_jobs_back(tmp_path):
+    (cell,) = cells(seeds=[0])
+    with LocalPool(2, devices=["cpu"], threads=1, log=tmp_path / "log", streams=2) as pool:
+        for number in range(4):
+            pool.submit(number, longer(cell, 100_000))
+        first, second = pool._workers
+        assert [first.jobs, second.jobs] == [{0, 2}, {1, 3}], "workers are started before they share"
+        os.kill(first.process.pid, signal.SIGKILL)
+        found = pool.wait(60)
+        assert [number for number, _ in found] == [0, 2]
+        assert {outcome["status"] for _, outcome in found} == {"crashed"}
+        assert second.jobs == {1, 3}
+        second.process.kill()
+        assert set(results(pool, 2)) == {1, 3}
+
+
+def test_a_job_alone_shares_with_none_and_leaves_no_worker_behind(tmp_path):
+    (cell,) = cells(seeds=[0])
+    with LocalPool(1, devices=["cpu"], threads=1, log=tmp_path / "log", streams=3) as pool:
+        pool.submit(1, longer(cell, 100_000))
+        pool.submit(2, longer(cell, 3), alone=True)
+        pool.submit(3, longer(cell, 3))
+        assert [worker.jobs for worker in pool._workers] == [{1, 3}, {2}]
+        results(pool, 2)
+        assert [worker.jobs for worker in pool._workers] == [{1}]
+        pool._workers[0].process.kill()
+        results(pool, 1)
+        pool.submit(4, longer(cell, 100_000), alone=True)
+        pool.submit(5, longer(cell, 3))
+        assert [worker.jobs for worker in pool._workers] == [{4}, {5}]
+        assert results(pool, 1)[5]["status"] == "finished"
+        for worker in pool._workers:
+            worker.process.kill()
+
+
+KILLER = """
+import time
+from torch import nn
+
+class Killer(nn.Module):
+    def __init__(self, d_model):
+        super().__init__()
+        self.linear = nn.Linear(d_model, d_model)
+
+    def forward(self, x):
+        time.sleep(1)
+        raise SystemExit("this mixer ends its worker")
+"""
+
+
+def test_a_cell_that_kills_its_worker_takes_no_neighbour_along(tmp_path):
+    path = tmp_path / "killer.py"
+    path.write_text(KILLER)
+    model = load_run_config(overrides={"model.name": f"{path}:Killer", "model.d_head": 8}).model
+    killers = cells_of(TINY.model_copy(update={"model": model.model_copy(update={"d_model": 16, "heads": 2})}))
+    slow = TINY.model_copy(update={"train": TINY.train.model_copy(update={"steps": 600})})
+    neighbours = cells_of(slow.model_copy(update={"sweep": SweepConfig(seeds=[0, 1])}))
+    lines = []
+    with LocalPool(1, devices=["cpu"], threads=1, log=tmp_path / "log", streams=3) as pool:
+        done = list(run_cells([*killers, *neighbours], pool, "cpu", log=lines.append))
+    found = {cell.label: (outcome["status"], attempts) for cell, outcome, attempts in done}
+    assert found[killers[0].label] == ("crashed", 2)
+    assert [found[cell.label] for cell in neighbours] == [("finished", 2)] * 2
+    assert all("left with exit code 1" in line for line in lines)
+    assert "SystemExit: this mixer ends its worker" in (tmp_path / "log").read_text()
+
+
+def test_models_built_in_threads_have_the_weights_of_their_seeds():
+    configs = [TINY.model_copy(update={"seed": seed}) for seed in range(4)] * 8
+    serial = [experiment.build(config)[1].state_dict() for config in configs]
+    together = threading.Barrier(4)
+
+    def build(config):
+        together.wait()
+        return experiment.build(config)[1].state_dict()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            built = list(threads.map(build, configs))
+    finally:
+        sys.setswitchinterval(interval)
+    for one, other in zip(serial, built, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_streams_are_for_cells_that_are_recorded_on_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr("linattn_cli.cuda_graph.resolve_impl", lambda impl, device: impl.replace("auto", "triton"))
+    gpu = torch.device("cuda", 0)
+    grid = cells(models=["softmax", "linear", "vla"])
+    lines = []
+
+    def chosen(cells, streams=None, device=gpu, **more):
+        return choose_streams(cells, device, Request(streams=streams, **more), lines.append)
+
+    assert chosen(grid) == capacity_run.STREAMS
+    assert [chosen(grid, 1), chosen(grid, 2)] == [1, 2]
+    assert chosen(grid, device=torch.device("cpu")) == chosen(grid, ray="local") == 1
+    for key, value in (("train.cuda_graph", False), ("model.impl", "chunk")):
+        (eager,) = cells_of(load_run_config(overrides={key: value, "train.device": "cuda", "model.name": "linear"}))
+        assert chosen([*grid, eager]) == 1
+        assert lines == []
+        assert chosen([*grid, eager], 2) == 1
+        assert lines.pop() == f"one cell at a time in a worker, not 2: no CUDA graph for {eager.label}"
+    with make_pool(TINY, torch.device("cpu"), Request(workers=8), 12, streams=4, log=tmp_path / "log") as pool:
+        assert pool.slots == 16, "no more than there are jobs for"
+
+
 def test_workers_are_spread_over_the_devices(tmp_path):
     with LocalPool(3, devices=["cpu", "meta"], threads=1, log=tmp_path / "log") as pool:
         for _ in range(3):
-            pool._start().job = 0
+            pool._start().jobs.add(0)
         assert [worker.device for worker in pool._workers] == ["cpu", "meta", "cpu"]
 
 
