@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from linattn_cli.kernels.triton_common import compiled_together
+
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -37,6 +39,7 @@ class Operator:
         traced_gradient: Callable[..., Any],
     ) -> None:
         traced.register_autograd(partial(backward, traced_gradient), setup_context=setup)
+        forward, gradient = partial(compiled_together, forward), partial(compiled_together, gradient)
         self.forward, self.traced = forward, traced
 
         class Eager(torch.autograd.Function):

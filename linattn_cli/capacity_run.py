@@ -136,7 +136,8 @@ def _overrides(request: Request, recipe: str | None) -> dict[str, Any]:
     data = read_recipe(recipe).data if recipe else {}
     sweep = data.get("sweep")
     more = sweep.get("more") if isinstance(sweep, dict) else None
-    if given and isinstance(more, list) and all(isinstance(grid, dict) for grid in more):
+    set_anew = any(text.partition("=")[0].strip() == "sweep.more" for text in request.sets or [])
+    if given and not set_anew and isinstance(more, list) and all(isinstance(grid, dict) for grid in more):
         overrides["sweep.more"] = [{key: value for key, value in grid.items() if key not in given} for grid in more]
     return overrides
 

@@ -7,6 +7,7 @@ forward, dk and dv in the other one.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -114,6 +115,8 @@ def walk(q, k, v, log_decay, starts, *, exclusive, reverse, transposed, chunk, l
     o = torch.empty(B, T, Q, V, dtype=dtype, device=q.device)
     columns, half = ceil_div(V, blocks.BV), blocks.dot is tl.bfloat16
     mixed = like.dtype == torch.float32 and any(x.dtype != torch.float32 for x in (q, k, v))
+    if mixed and blocks.BK * blocks.BV <= 64 * 64:
+        blocks = replace(blocks, num_warps=4)
     dots = torch.empty(columns, B, T, Q, dtype=torch.float32, device=q.device) if against is not None else starts
     launch(
         _output_kernel, (supers * B * Q, columns),

@@ -1,0 +1,91 @@
+"""Kernels that are not compiled yet are found by a rehearsal and compiled before the first launch.
+
+There is no GPU here: what Triton would do is recorded instead.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from linattn_cli.kernels import triton_common
+from linattn_cli.kernels.triton_common import compiled_together, launch
+
+
+class Kernel:
+    """What `launch` uses of a kernel of Triton's; `log` hears of everything."""
+
+    arg_names = ("p_x", "SIZE")
+    specialised = ()
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def warmup(self, *_, **__) -> None:
+        self.log.append(f"compile {self.name}")
+
+    def __getitem__(self, grid):
+        def first_launch(*_, **__):
+            self.log.append(f"launch {self.name}")
+            return {(*grid, 1, 1)[:3]: lambda *_: self.log.append(f"launch {self.name}")}
+
+        return first_launch
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr(triton_common, "INTERPRETED", SimpleNamespace(value=False))
+    monkeypatch.setattr(triton_common, "_compiled", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU tensor's device
+
+
+def launches(kernels, x, size=1):
+    for kernel in kernels:
+        launch(kernel, (2,), x, SIZE=size, num_warps=4)
+    return "done"
+
+
+def test_every_missing_kernel_is_compiled_before_the_first_launch(on_a_gpu) -> None:
+    log: list[str] = []
+    kernels, x = [Kernel("a", log), Kernel("b", log)], torch.zeros(4)
+    assert compiled_together(launches, kernels, x) == "done"
+    assert log == ["compile a", "compile b", "launch a", "launch b"]
+    log.clear()
+    assert compiled_together(launches, kernels, x) == "done"
+    assert log == ["launch a", "launch b"]
+
+
+def test_only_what_is_missing_is_compiled(on_a_gpu) -> None:
+    log: list[str] = []
+    kernels, x = [Kernel("a", log), Kernel("b", log)], torch.zeros(4)
+    launches(kernels[:1], x)
+    log.clear()
+    compiled_together(launches, kernels, x)
+    assert log == ["launch a", "compile b", "launch a", "launch b"]
+
+
+def test_a_fault_of_the_rehearsal_is_left_to_the_run(on_a_gpu) -> None:
+    log: list[str] = []
+    kernel, x = Kernel("a", log), torch.zeros(4)
+    runs = iter((None, "the results are not filled", None))
+
+    def run():
+        fault = next(runs)
+        launches([kernel], x)
+        if fault:
+            raise ArithmeticError(fault)
+        return "done"
+
+    assert compiled_together(run) == "done"
+    assert log == ["compile a", "launch a"]
+
+    def broken():
+        launches([kernel], x)
+        raise ArithmeticError("the inputs are wrong")
+
+    with pytest.raises(ArithmeticError, match="inputs are wrong"):
+        compiled_together(broken)
+    launches([Kernel("c", log)], x)  # and nothing is left of the stage
+    assert log[-1] == "launch c"
