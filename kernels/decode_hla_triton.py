@@ -25,7 +25,8 @@ import triton
 import triton.language as tl
 
 from linattn_cli.kernels.decode_common import load_features, matrix_product, rows_of, step_blocks, step_decay
-from linattn_cli.kernels.triton_common import kernel, launch, load_matrix, store_matrix
+from linattn_cli.kernels.launch import kernel, launch
+from linattn_cli.kernels.triton_common import load_matrix, store_matrix
 
 STATES = ("S", "SQ", "P", "H", "G", "m", "h", "g")
 """Order of the states: matrices, then the masses of P, H and G (the same sums with v = 1)."""

@@ -26,7 +26,8 @@ from linattn_cli.kernels.decode_common import (
     step_blocks,
     step_decay,
 )
-from linattn_cli.kernels.triton_common import kernel, launch, load_matrix, store_matrix
+from linattn_cli.kernels.launch import kernel, launch
+from linattn_cli.kernels.triton_common import load_matrix, store_matrix
 
 
 @kernel

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from linattn_cli.kernels.triton_common import compiled_together
+from linattn_cli.kernels.launch import compiled_together
 
 PLAIN = (Tensor, torch.nn.Parameter)
 

@@ -12,14 +12,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from linattn_cli.kernels.launch import kernel, launch
 from linattn_cli.kernels.operator_triton import Operator
 from linattn_cli.kernels.triton_common import (
     carry_kernel,
     ceil_div,
     choose_blocks,
     dot,
-    kernel,
-    launch,
     load_rows,
     padded,
     pair_mask,

@@ -13,13 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from linattn_cli.kernels.launch import kernel, launch
 from linattn_cli.kernels.operator_triton import Operator
-from linattn_cli.kernels.triton_common import (
-    ceil_div,
-    kernel,
-    launch,
-    power_of_two_above,
-)
+from linattn_cli.kernels.triton_common import ceil_div, power_of_two_above
 
 UNIT_EPS = tl.constexpr(1e-12)  # floor of a norm, as in torch.nn.functional.normalize
 

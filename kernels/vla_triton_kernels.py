@@ -8,16 +8,9 @@ from __future__ import annotations
 
 import triton.language as tl
 
+from linattn_cli.kernels.launch import kernel
 from linattn_cli.kernels.rows_triton import feature, feature_slope
-from linattn_cli.kernels.triton_common import (
-    dot,
-    kernel,
-    load_matrix,
-    load_rows,
-    pair_mask,
-    store_matrix,
-    store_rows,
-)
+from linattn_cli.kernels.triton_common import dot, load_matrix, load_rows, pair_mask, store_matrix, store_rows
 
 
 @kernel

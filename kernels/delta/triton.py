@@ -21,13 +21,13 @@ from linattn_cli.kernels.delta.triton_backward import (
     read_gradient_kernel,
 )
 from linattn_cli.kernels.delta.triton_forward import chain_kernel, map_kernel, output_kernel, prepare_kernel
+from linattn_cli.kernels.launch import launch
 from linattn_cli.kernels.operator_triton import Operator
 from linattn_cli.kernels.triton_common import (
     Blocks,
     ceil_div,
     choose_blocks,
     edge_products,
-    launch,
     leaving_states,
     padded,
     refuse_float64,

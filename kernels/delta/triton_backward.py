@@ -17,14 +17,8 @@ from __future__ import annotations
 import triton.language as tl
 
 from linattn_cli.kernels.delta.triton_forward import edge_weights, pair_weights
-from linattn_cli.kernels.triton_common import (
-    dot,
-    kernel,
-    load_matrix,
-    load_rows,
-    store_matrix,
-    store_rows,
-)
+from linattn_cli.kernels.launch import kernel
+from linattn_cli.kernels.triton_common import dot, load_matrix, load_rows, store_matrix, store_rows
 
 
 @kernel

@@ -15,11 +15,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from linattn_cli.kernels.launch import kernel
 from linattn_cli.kernels.triton_common import (
     dot,
     edge_decay,
     exact_dot,
-    kernel,
     load_decay,
     load_matrix,
     load_rows,

@@ -14,6 +14,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from linattn_cli.kernels.launch import kernel, launch
 from linattn_cli.kernels.operator_triton import Operator
 from linattn_cli.kernels.triton_common import (
     ceil_div,
@@ -22,8 +23,6 @@ from linattn_cli.kernels.triton_common import (
     edge_decay,
     edge_products,
     edge_states,
-    kernel,
-    launch,
     leaving_states,
     load_decay,
     load_matrix,

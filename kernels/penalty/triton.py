@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linattn_cli.kernels.launch import launch
 from linattn_cli.kernels.operator_triton import Operator
 from linattn_cli.kernels.penalty.inverse import REFRESH
 from linattn_cli.kernels.penalty.inverse import inverse as library_inverse
@@ -30,7 +31,6 @@ from linattn_cli.kernels.triton_common import (
     ceil_div,
     choose_blocks,
     edge_states,
-    launch,
     multiprocessors,
     padded,
     refuse_float64,

@@ -15,10 +15,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from linattn_cli.kernels.launch import kernel
 from linattn_cli.kernels.triton_common import (
     dot,
     exact_dot,
-    kernel,
     load_matrix,
     load_rows,
     pair_mask,

@@ -5,13 +5,13 @@ There is no GPU here: what Triton would do is recorded instead.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import contextlib
 
 import pytest
 import torch
 
-from linattn_cli.kernels import triton_common
-from linattn_cli.kernels.triton_common import compiled_together, launch
+from linattn_cli.kernels import launch as launching
+from linattn_cli.kernels.launch import compiled_together, launch
 
 
 class Kernel:
@@ -23,8 +23,16 @@ class Kernel:
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 
-    def warmup(self, *_, **__) -> None:
+    def warmup(self, *_, **__):
         self.log.append(f"compile {self.name}")
+        return self
+
+    def result(self):
+        return self
+
+    @property
+    def run(self):
+        self.log.append(f"load {self.name}")
 
     def __getitem__(self, grid):
         def first_launch(*_, **__):
@@ -36,9 +44,10 @@ class Kernel:
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(triton_common, "INTERPRETED", SimpleNamespace(value=False))
-    monkeypatch.setattr(triton_common, "_compiled", {})
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    monkeypatch.setattr(launching, "_compiled", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU tensor's device
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
 
 
 def launches(kernels, x, size=1):
@@ -51,7 +60,9 @@ def test_every_missing_kernel_is_compiled_before_the_first_launch(on_a_gpu) -> N
     log: list[str] = []
     kernels, x = [Kernel("a", log), Kernel("b", log)], torch.zeros(4)
     assert compiled_together(launches, kernels, x) == "done"
-    assert log == ["compile a", "compile b", "launch a", "launch b"]
+    assert log[:2] == ["compile a", "compile b"]
+    assert sorted(log[2:4]) == ["load a", "load b"]
+    assert log[4:] == ["launch a", "launch b"]
     log.clear()
     assert compiled_together(launches, kernels, x) == "done"
     assert log == ["launch a", "launch b"]
@@ -63,7 +74,7 @@ def test_only_what_is_missing_is_compiled(on_a_gpu) -> None:
     launches(kernels[:1], x)
     log.clear()
     compiled_together(launches, kernels, x)
-    assert log == ["launch a", "compile b", "launch a", "launch b"]
+    assert log == ["launch a", "compile b", "load b", "launch a", "launch b"]
 
 
 def test_a_fault_of_the_rehearsal_is_left_to_the_run(on_a_gpu) -> None:
