@@ -30,6 +30,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(-200.0)  # exp of it is 0 in float32: stands for any stronger log-decay, -inf included
 INTERPRETED = tl.constexpr(triton_interpreted())
 INTERPRETED_MULTIPROCESSORS = 4
+LONG = 512  # tokens from which on the super-chunks of a decaying float32 scan are single chunks
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,16 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def split_time(tokens: int, C: int, sequences: int, device: torch.device, per_unit: int = 2) -> tuple[int, int, int]:
-    """Chunks, chunks a super-chunk, and super-chunks: about `per_unit` programs for every multiprocessor."""
+def split_time(
+    tokens: int, C: int, sequences: int, device: torch.device, per_unit: int = 2, short: bool = False
+) -> tuple[int, int, int]:
+    """Chunks, chunks a super-chunk, and super-chunks: about `per_unit` programs for every multiprocessor.
+
+    `short`: a super-chunk is one chunk. In float32 the gradient of a log-decay is a running sum that starts anew
+    at every edge, and its rounding grows between two of them.
+    """
     chunks = -(-tokens // C)
-    length = max(1, -(-chunks * sequences // (per_unit * multiprocessors(device))))
+    length = 1 if short else max(1, -(-chunks * sequences // (per_unit * multiprocessors(device))))
     return chunks, length, -(-chunks // length)
 
 
@@ -391,7 +398,7 @@ def segment_cumsum(x: Tensor, tokens: int, *, reverse: bool, strict: bool) -> Te
 
 def edge_products(entering: Tensor, leaving: Tensor, tokens: int, T: int) -> Tensor:
     """`<entering_i, leaving_i>` of every super-chunk, spread over its tokens: `[B, H, N, K, V]` -> `[B, T, H]`."""
-    product = (entering.double() * leaving).sum((-1, -2)).transpose(1, 2)
+    product = (entering * leaving).sum((-1, -2), dtype=torch.float64).transpose(1, 2)
     return product.repeat_interleave(tokens, dim=1)[:, :T]
 
 

@@ -24,6 +24,7 @@ from linattn_cli.kernels.delta.triton_forward import chain_kernel, map_kernel, o
 from linattn_cli.kernels.launch import launch
 from linattn_cli.kernels.operator_triton import Operator
 from linattn_cli.kernels.triton_common import (
+    LONG,
     Blocks,
     ceil_div,
     choose_blocks,
@@ -36,11 +37,12 @@ from linattn_cli.kernels.triton_common import (
 )
 
 
-def plan(p: Tensor, V: int, chunk: int) -> tuple[Blocks, tuple[int, int, int]]:
+def plan(p: Tensor, V: int, chunk: int, decays: bool = False) -> tuple[Blocks, tuple[int, int, int]]:
     """Block sizes, and chunks, chunks a super-chunk and super-chunks, of a scan with reads p and V values."""
     B, T, H, K = p.shape
     blocks = choose_blocks(K, V, p.dtype, chunk or None, widest=128 if p.dtype == torch.bfloat16 else 64)
-    return blocks, split_time(T, blocks.C, B * H * ceil_div(V, blocks.BV), p.device)
+    short = decays and p.dtype == torch.float32 and T > LONG
+    return blocks, split_time(T, blocks.C, B * H * ceil_div(V, blocks.BV), p.device, short=short)
 
 
 def _sizes(K: int, V: int, blocks: Blocks) -> dict[str, Any]:
@@ -95,12 +97,12 @@ def prepare_scan(p, a, v, log_decay, initial_state, *, reverse: bool, chunk: int
     """Chunk inverses, the affine maps of the super-chunks, and their chain; every tensor is contiguous."""
     B, T, H, K = p.shape
     V = v.shape[3]
-    blocks, (chunks, length, supers) = plan(p, V, chunk)
+    blocks, (chunks, length, supers) = plan(p, V, chunk, log_decay is not None)
     decay = p if log_decay is None else log_decay
     store = torch.bfloat16 if p.dtype == torch.bfloat16 else torch.float32
     w = torch.empty(B, T, H, K, dtype=store, device=p.device)
     u = torch.empty(B, T, H, V, dtype=store, device=p.device)
-    inverse, starts, transition = unfilled_saved(p, V, chunk, save)
+    inverse, starts, transition = unfilled_saved(p, V, chunk, save, log_decay is not None)
     shared = _sizes(K, V, blocks) | {"DECAY": log_decay is not None, "REVERSE": reverse}
     launch(
         prepare_kernel, (chunks * B * H,),
@@ -124,7 +126,7 @@ def _delta_forward(q, p, a, v, log_decay, initial_state, reverse, chunk, save, k
     q, p, a, v = q.contiguous(), p.contiguous(), a.contiguous(), v.contiguous()
     B, T, H, K = p.shape
     Q, V = q.shape[2], v.shape[3]
-    blocks, (chunks, length, supers) = plan(p, V, chunk)
+    blocks, (chunks, length, supers) = plan(p, V, chunk, log_decay is not None)
     log_decay = None if log_decay is None else log_decay.contiguous()
     initial = None if initial_state is None else initial_state.contiguous()
     w, u, inverse, starts, transition = prepare_scan(
@@ -160,10 +162,10 @@ def unfilled_outputs(q, p, v, keep_residual):
     )
 
 
-def unfilled_saved(p, V, chunk, save):
+def unfilled_saved(p, V, chunk, save, decays=False):
     """Unfilled: chunk inverses, edge states, transitions."""
     B, T, H, K = p.shape
-    blocks, (_, _, supers) = plan(p, V, chunk)
+    blocks, (_, _, supers) = plan(p, V, chunk, decays)
     store = torch.bfloat16 if p.dtype == torch.bfloat16 else torch.float32
     options = {"dtype": torch.float32, "device": p.device}
     return (
@@ -176,7 +178,7 @@ def unfilled_saved(p, V, chunk, save):
 @_delta_scan.register_fake
 def _(q, p, a, v, log_decay, initial_state, reverse, chunk, save, keep_residual):
     o, residual, final = unfilled_outputs(q, p, v, keep_residual)
-    return o, final, residual, *unfilled_saved(p, v.shape[3], chunk, save)
+    return o, final, residual, *unfilled_saved(p, v.shape[3], chunk, save, log_decay is not None)
 
 
 def delta_backward(
@@ -188,7 +190,7 @@ def delta_backward(
     Q, V = q.shape[2], final.shape[3]
     d_o = torch.zeros(B, T, Q, V, dtype=q.dtype, device=q.device) if d_o is None else d_o.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
-    blocks, (chunks, length, supers) = plan(p, V, chunk)
+    blocks, (chunks, length, supers) = plan(p, V, chunk, log_decay is not None)
     if p.dtype != torch.bfloat16:
         blocks = replace(blocks, num_stages=1)
     deep = 3 if p.dtype == torch.bfloat16 and blocks.BK <= 64 else blocks.num_stages

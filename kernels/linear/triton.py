@@ -17,6 +17,7 @@ from torch import Tensor
 from linattn_cli.kernels.launch import kernel, launch
 from linattn_cli.kernels.operator_triton import Operator
 from linattn_cli.kernels.triton_common import (
+    LONG,
     ceil_div,
     choose_blocks,
     dot,
@@ -109,7 +110,7 @@ def walk(q, k, v, log_decay, starts, *, exclusive, reverse, transposed, chunk, l
     B, T, Q, K = q.shape
     V = v.shape[3]
     heads = starts.shape[1]
-    blocks, split = plan(K, V, like, heads, chunk)
+    blocks, split = plan(K, V, like, heads, chunk, log_decay is not None)
     chunks, length, supers = split
     o = torch.empty(B, T, Q, V, dtype=dtype, device=q.device)
     columns, half = ceil_div(V, blocks.BV), blocks.dot is tl.bfloat16
@@ -129,16 +130,17 @@ def walk(q, k, v, log_decay, starts, *, exclusive, reverse, transposed, chunk, l
     return o, dots.sum(0) if against is not None else None
 
 
-def plan(K: int, V: int, like: Tensor, heads: int, chunk: int):
+def plan(K: int, V: int, like: Tensor, heads: int, chunk: int, decays: bool = False):
     """Blocks and the split of time; the chunk length must agree between a scan and its transposed one."""
     C = min(choose_blocks(size, size, like.dtype, chunk or None).C for size in (K, V))
     blocks = choose_blocks(K, V, like.dtype, C)
-    return blocks, split_time(like.shape[1], C, like.shape[0] * heads, like.device)
+    short = decays and like.dtype == torch.float32 and like.shape[1] > LONG
+    return blocks, split_time(like.shape[1], C, like.shape[0] * heads, like.device, short=short)
 
 
 def _linear_forward(q, k, v, log_decay, initial_state, exclusive, reverse, chunk):
     heads = k.shape[2]
-    blocks, split = plan(k.shape[3], v.shape[3], k, heads, chunk)
+    blocks, split = plan(k.shape[3], v.shape[3], k, heads, chunk, log_decay is not None)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     log_decay = None if log_decay is None else log_decay.contiguous()
     initial_state = None if initial_state is None else initial_state.contiguous()
@@ -162,7 +164,7 @@ _linear_scan = torch.library.custom_op(
 @_linear_scan.register_fake
 def _(q, k, v, log_decay, initial_state, exclusive, reverse, chunk):
     (B, T, Q, _), (_, _, heads, K), V = q.shape, k.shape, v.shape[3]
-    _, split = plan(K, V, k, heads, chunk)
+    _, split = plan(K, V, k, heads, chunk, log_decay is not None)
     state = torch.empty(B, heads, K, V, dtype=torch.float32, device=k.device)
     starts = torch.empty(B, heads, split[2], K, V, dtype=torch.float32, device=k.device)
     return torch.empty(B, T, Q, V, dtype=q.dtype, device=q.device), state, starts
@@ -173,7 +175,7 @@ def linear_backward(d_o, d_final, q, k, v, log_decay, starts, final, exclusive, 
     q, k, v, d_o = q.contiguous(), k.contiguous(), v.contiguous(), d_o.contiguous()
     log_decay = None if log_decay is None else log_decay.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
-    blocks, split = plan(k.shape[3], v.shape[3], k, heads, chunk)
+    blocks, split = plan(k.shape[3], v.shape[3], k, heads, chunk, log_decay is not None)
     decays = log_decay is not None
     flags = {"exclusive": exclusive, "chunk": chunk, "like": k}
     back = {"reverse": not reverse, **flags}
