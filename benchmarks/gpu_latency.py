@@ -23,6 +23,7 @@ LENGTHS = "1k,2k,4k,8k,16k,32k,128k"
 COMMANDS = {
     "peers_forward": f"--models {AGAINST_PEERS},mesa,penalty_gain --seq-lens 8k,32k --with-fla",
     "peers_train": "--models delta_scan,deltanet,vla --seq-lens 32k --mode train --with-fla",
+    "mesa_peer": "--models mesa,penalty_gain --seq-lens 32k --with-fla",
     "linear_peer_train": "--models linear_scan,linear,hla2,ahla,hla3 --seq-lens 32k --mode train --with-fla",
     "forward": f"--models {ALL} --seq-lens {LENGTHS}",
     "train": f"--models {ALL} --seq-lens {LENGTHS} --mode train",
