@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_tables.py --seconds 540 [--out benchmarks/sweeps] [--only hla-table,copy-table]
 
-Two sweeps at a time on a GPU, so that one computes while the next one starts; the cheapest come first. Every cell is kept
-as it ends, in OUT/RECIPE/sweep.sqlite, and a further call runs what is missing. The figures in recipes/README.md come from
-`linattn capacity-sweep --report --out OUT/RECIPE`.
+Two sweeps at a time on a GPU, so that one computes while the next one starts; the cheapest come first. Every cell
+is kept as it ends, in OUT/RECIPE/sweep.sqlite, and a further call runs what is missing. The figures in
+recipes/README.md come from `linattn capacity-sweep --report --out OUT/RECIPE`.
 """
 
 from __future__ import annotations
