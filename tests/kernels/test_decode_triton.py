@@ -31,11 +31,7 @@ WITH_A_PENALTY = ("vla", "rls", "mesa")
 Options = dict[str, object]
 
 
-@pytest.fixture(autouse=True)
-def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no GPU, kernels run in the interpreter, here and in no other test."""
-    if not GPU:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+pytestmark = pytest.mark.usefixtures("interpreter")
 
 
 @pytest.fixture

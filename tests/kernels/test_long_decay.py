@@ -22,10 +22,7 @@ EPS = torch.finfo(torch.float32).eps
 SCANS = {"linear": (linear_scan_reference, linear_scan_triton), "delta": (delta_scan_reference, delta_scan_triton)}
 
 
-@pytest.fixture(autouse=True)
-def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not GPU:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+pytestmark = pytest.mark.usefixtures("interpreter")
 
 
 def log_decay_gradient(scan, tensors: dict[str, Tensor], dtype: torch.dtype, weight: Tensor, **options) -> Tensor:

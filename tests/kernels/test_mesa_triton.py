@@ -21,11 +21,7 @@ with pytest.MonkeyPatch.context() as patch:
     from linattn_cli.kernels.types import PenaltyState
 
 
-@pytest.fixture(autouse=True)
-def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no GPU, kernels run in the interpreter, here and in no other test."""
-    if not GPU:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+pytestmark = pytest.mark.usefixtures("interpreter")
 
 
 @pytest.fixture

@@ -36,11 +36,7 @@ OPERATORS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no GPU, kernels run in the interpreter, here and in no other test."""
-    if not GPU:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+pytestmark = pytest.mark.usefixtures("interpreter")
 
 
 def draw(*shape: int, unit: bool = False) -> Tensor:
