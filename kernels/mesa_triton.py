@@ -9,7 +9,6 @@ One operator instead of four spares the host, and nothing is widened by a pass o
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from linattn_cli.kernels.linear import triton as linear
 from linattn_cli.kernels.operator_triton import Operator
 from linattn_cli.kernels.penalty import triton as penalty
 from linattn_cli.kernels.rows_triton import features_backward, features_forward
-from linattn_cli.kernels.triton_common import edge_states
+from linattn_cli.kernels.triton_common import edge_states, four_warps
 from linattn_cli.kernels.types import PenaltyState
 
 
@@ -51,8 +50,8 @@ def _mesa_forward(q, k, v, S, mass, inverse, feature_map, lambda0, chunk):
     )
     blocks, split = linear.plan(k.shape[3], v.shape[3], key, k.shape[2], chunk)
     S = None if S is None else S.contiguous()
-    if blocks.BK * blocks.BV <= 64 * 64 and v.dtype != torch.float32:
-        blocks = replace(blocks, num_warps=4)
+    if v.dtype != torch.float32:
+        blocks = four_warps(blocks)
     starts, final = edge_states(key, v, None, S, k.shape[2], blocks, split)
     o, _ = linear.walk(
         x, key, v, None, starts,

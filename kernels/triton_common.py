@@ -14,7 +14,7 @@ mantissa is as long, because a state may exceed the range of float16; float32 is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -78,6 +78,11 @@ def choose_blocks(K: int, V: int, dtype: torch.dtype, chunk_size: int | None, wi
         num_warps=4 if (32 * 32 if dtype == torch.float32 else 64 * 64) >= BK * BV else 8,
         num_stages=2,
     )
+
+
+def four_warps(blocks: Blocks) -> Blocks:
+    """With four warps where a tile is at most 64 x 64: for float32 tiles of the gain and beside half precision."""
+    return replace(blocks, num_warps=4) if blocks.BK * blocks.BV <= 64 * 64 else blocks
 
 
 @lru_cache

@@ -7,7 +7,6 @@ forward, dk and dv in the other one.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from linattn_cli.kernels.triton_common import (
     edge_decay,
     edge_products,
     edge_states,
+    four_warps,
     leaving_states,
     load_decay,
     load_matrix,
@@ -115,8 +115,8 @@ def walk(q, k, v, log_decay, starts, *, exclusive, reverse, transposed, chunk, l
     o = torch.empty(B, T, Q, V, dtype=dtype, device=q.device)
     columns, half = ceil_div(V, blocks.BV), blocks.dot is tl.bfloat16
     mixed = like.dtype == torch.float32 and any(x.dtype != torch.float32 for x in (q, k, v))
-    if mixed and blocks.BK * blocks.BV <= 64 * 64:
-        blocks = replace(blocks, num_warps=4)
+    if mixed:
+        blocks = four_warps(blocks)
     dots = torch.empty(columns, B, T, Q, dtype=torch.float32, device=q.device) if against is not None else starts
     launch(
         _output_kernel, (supers * B * Q, columns),

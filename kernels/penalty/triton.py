@@ -7,7 +7,6 @@ One token from a given inverse is one launch. Backward, with y = gain(u, dx): `d
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from linattn_cli.kernels.triton_common import (
     ceil_div,
     choose_blocks,
     edge_states,
+    four_warps,
     multiprocessors,
     padded,
     refuse_float64,
@@ -47,8 +47,7 @@ WIDEST = 128  # above it A no longer fits the registers, and the factorisations 
 def _plan(u: Tensor, chunk: int, given: bool) -> tuple[Blocks, tuple[int, int, int]]:
     B, T, H, K = u.shape
     blocks = choose_blocks(K, K, u.dtype, WIDE_CHUNK if K > WIDEST else chunk or None)
-    if K <= 64:
-        blocks = replace(blocks, num_warps=4)  # 8 took a seventh longer in float32
+    blocks = four_warps(blocks)  # 8 took a seventh longer in float32
     chunks = -(-T // blocks.C)
     if given:
         return blocks, (chunks, chunks, 1)
