@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+
+from linattn_cli.capacity_store import SweepFolder
+from linattn_cli.output import CliError
 
 COSTS = {
     "vla-table": 470,
@@ -48,13 +50,13 @@ def gpus() -> int:
 
 
 def count(out: Path, recipe: str) -> str:
-    """Cells finished and to run."""
-    path = out / recipe / "sweep.sqlite"
-    if not path.exists():
-        return "not started"
-    with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as base:
-        states = [state for (state,) in base.execute("SELECT status FROM cells")]
-    return f"{sum(state != 'pending' for state in states)} of {len(states)}"
+    """Cells that are over, of all."""
+    try:
+        with SweepFolder.look(out / recipe) as folder:
+            total = len(folder.rows())
+            return f"{total - len(folder.missing())} of {total}"
+    except CliError:  # there is no folder, or not all of it yet
+        return "no"
 
 
 class Track(threading.Thread):
@@ -73,6 +75,8 @@ class Track(threading.Thread):
             began = time.monotonic()
             with (self.options.out / f"{recipe}.log").open("ab") as log:
                 self.process = subprocess.Popen(self.command(recipe), stdout=log, stderr=log, env=self.environment())
+                if self.over:  # the time was up while it started
+                    self.stop()
                 code = self.process.wait()
             took = time.monotonic() - began
             print(f"{recipe}: exit {code} after {took:.0f} s, {count(self.options.out, recipe)} cells", flush=True)
