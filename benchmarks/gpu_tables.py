@@ -43,10 +43,12 @@ def share(recipes: list[str], tracks: int) -> list[list[str]]:
     return [queue[::-1] for queue in queues]
 
 
-def gpus() -> int:
+def gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES may name: every GPU here, or those of them that it names already."""
     import torch
 
-    return torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
 
 
 def count(out: Path, recipe: str) -> str:
@@ -62,7 +64,7 @@ def count(out: Path, recipe: str) -> str:
 class Track(threading.Thread):
     """Runs its recipes one after the other, until all are done or the time is up."""
 
-    def __init__(self, recipes: list[str], gpu: int | None, options: argparse.Namespace) -> None:
+    def __init__(self, recipes: list[str], gpu: str | None, options: argparse.Namespace) -> None:
         super().__init__()
         self.recipes, self.gpu, self.options = recipes, gpu, options
         self.process: subprocess.Popen[bytes] | None = None
@@ -89,7 +91,7 @@ class Track(threading.Thread):
         return command + (["--resume"] if (folder / "sweep.sqlite").exists() else [])
 
     def environment(self) -> dict[str, str]:
-        return os.environ | ({} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": str(self.gpu)})
+        return os.environ | ({} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": self.gpu})
 
     def stop(self) -> None:
         self.over = True
@@ -109,8 +111,12 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.seconds
     recipes, found = options.only.split(","), gpus()
-    queues = share(recipes, TRACKS_PER_GPU * max(1, found))
-    tracks = [Track(queue, index % found if found else None, options) for index, queue in enumerate(queues) if queue]
+    queues = share(recipes, TRACKS_PER_GPU * max(1, len(found)))
+    tracks = [
+        Track(queue, found[index % len(found)] if found else None, options)
+        for index, queue in enumerate(queues)
+        if queue
+    ]
     for track in tracks:
         track.start()
     told = time.monotonic()
