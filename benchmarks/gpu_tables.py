@@ -2,15 +2,15 @@
 
     python benchmarks/gpu_tables.py --seconds 540 [--out benchmarks/sweeps] [--only hla-table,copy-table]
 
-Two sweeps at a time on a GPU, so that one computes while the next one starts; the cheapest come first. Every cell
-is kept as it ends, in OUT/RECIPE/sweep.sqlite, and a further call runs what is missing. The figures in
-recipes/README.md come from `linattn capacity-sweep --report --out OUT/RECIPE`.
+Two sweeps at a time over all GPUs, so that one computes while the next one starts or the other one's last cells run
+alone. Every cell is kept as it ends, in OUT/RECIPE/sweep.sqlite, and a further call runs what is missing. The figures
+in recipes/README.md come from `linattn capacity-sweep --report --out OUT/RECIPE`.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import queue
 import signal
 import subprocess
 import sys
@@ -21,34 +21,13 @@ from pathlib import Path
 from linattn_cli.capacity_store import SweepFolder
 from linattn_cli.output import CliError
 
-COSTS = {
-    "vla-table": 470,
-    "vla-ablation": 350,
-    "overload": 350,
-    "zoology-mqar": 200,
-    "retention": 130,
-    "hla-table": 100,
-    "copy-table": 50,
-}
-"""Seconds of an H200 that each recipe may take, from the first cells of each; for sharing them out only."""
+RECIPES = ("vla-table", "vla-ablation", "overload", "hla-table", "zoology-mqar", "retention", "copy-table")
+"""The dearest first, so that what ends last is small."""
 
-TRACKS_PER_GPU = 2
+LONG = ("overload", "zoology-mqar", "retention")
+"""Recipes of up to 769 tokens: half as many of their cells at once fill the GPU, and its memory."""
 
-
-def share(recipes: list[str], tracks: int) -> list[list[str]]:
-    """Recipes for each track: the dearest first to the one that has least, then the cheapest first within it."""
-    queues: list[list[str]] = [[] for _ in range(tracks)]
-    for recipe in sorted(recipes, key=lambda name: -COSTS[name]):
-        min(queues, key=lambda queue: sum(COSTS[name] for name in queue)).append(recipe)
-    return [queue[::-1] for queue in queues]
-
-
-def gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES may name: every GPU here, or those of them that it names already."""
-    import torch
-
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
+AT_ONCE = 2
 
 
 def count(out: Path, recipe: str) -> str:
@@ -61,22 +40,24 @@ def count(out: Path, recipe: str) -> str:
         return "no"
 
 
-class Track(threading.Thread):
-    """Runs its recipes one after the other, until all are done or the time is up."""
+class Lane(threading.Thread):
+    """Runs one recipe after the other, until none is left or the time is up."""
 
-    def __init__(self, recipes: list[str], gpu: str | None, options: argparse.Namespace) -> None:
+    def __init__(self, recipes: queue.SimpleQueue[str], options: argparse.Namespace) -> None:
         super().__init__()
-        self.recipes, self.gpu, self.options = recipes, gpu, options
+        self.recipes, self.options = recipes, options
         self.process: subprocess.Popen[bytes] | None = None
         self.over = False
 
     def run(self) -> None:
-        for recipe in self.recipes:
-            if self.over:
+        while not self.over:
+            try:
+                recipe = self.recipes.get_nowait()
+            except queue.Empty:
                 return
             began = time.monotonic()
             with (self.options.out / f"{recipe}.log").open("ab") as log:
-                self.process = subprocess.Popen(self.command(recipe), stdout=log, stderr=log, env=self.environment())
+                self.process = subprocess.Popen(self.command(recipe), stdout=log, stderr=log)
                 if self.over:  # the time was up while it started
                     self.stop()
                 code = self.process.wait()
@@ -85,13 +66,11 @@ class Track(threading.Thread):
 
     def command(self, recipe: str) -> list[str]:
         options, folder = self.options, self.options.out / recipe
+        streams = options.streams // 2 if recipe in LONG else options.streams
         command = [sys.executable, "-m", "linattn_cli", "capacity-sweep", "--recipe", recipe, "--out", str(folder)]
         command += ["--workers", str(options.workers), "--quiet", *options.more]
-        command += ["--device", "cpu"] if self.gpu is None else ["--device", "cuda", "--streams", str(options.streams)]
+        command += ["--device", "cpu"] if options.cpu else ["--device", "cuda", "--streams", str(streams)]
         return command + (["--resume"] if (folder / "sweep.sqlite").exists() else [])
-
-    def environment(self) -> dict[str, str]:
-        return os.environ | ({} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": self.gpu})
 
     def stop(self) -> None:
         self.over = True
@@ -103,32 +82,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, required=True, help="when to stop; sweeps need some 10 s more to end")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/sweeps"))
-    parser.add_argument("--only", default=",".join(COSTS), help="which recipes")
-    parser.add_argument("--workers", type=int, default=4, help="processes of a sweep; two sweeps share a GPU")
+    parser.add_argument("--only", default=",".join(RECIPES), help="which recipes, in which order")
+    parser.add_argument("--workers", type=int, default=8, help="processes of a sweep, spread over the GPUs")
     parser.add_argument("--streams", type=int, default=8, help="cells that a process trains side by side")
+    parser.add_argument("--cpu", action="store_true", help="without a GPU")
     parser.add_argument("more", nargs="*", help="further options of capacity-sweep, after --")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.seconds
-    recipes, found = options.only.split(","), gpus()
-    queues = share(recipes, TRACKS_PER_GPU * max(1, len(found)))
-    tracks = [
-        Track(queue, found[index % len(found)] if found else None, options)
-        for index, queue in enumerate(queues)
-        if queue
-    ]
-    for track in tracks:
-        track.start()
+    recipes: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for recipe in options.only.split(","):
+        recipes.put(recipe)
+    lanes = [Lane(recipes, options) for _ in range(AT_ONCE)]
+    for lane in lanes:
+        lane.start()
     told = time.monotonic()
-    while any(track.is_alive() for track in tracks) and time.monotonic() < deadline:
+    while any(lane.is_alive() for lane in lanes) and time.monotonic() < deadline:
         time.sleep(0.5)
         if time.monotonic() - told > 60:
             told = time.monotonic()
-            print("; ".join(f"{recipe} {count(options.out, recipe)}" for recipe in recipes), flush=True)
-    for track in tracks:
-        track.stop()
-    for track in tracks:
-        track.join()
+            print("; ".join(f"{recipe} {count(options.out, recipe)}" for recipe in options.only.split(",")), flush=True)
+    for lane in lanes:
+        lane.stop()
+    for lane in lanes:
+        lane.join()
 
 
 if __name__ == "__main__":
