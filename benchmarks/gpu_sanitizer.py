@@ -3,10 +3,12 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python benchmarks/gpu_sanitizer.py
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck python benchmarks/gpu_sanitizer.py
 
-Without the allocator's cache every tensor has its own allocation, so that a read past its end is seen.
+`--models linear_scan,vla` and `--dtypes bfloat16` take less time. Without the allocator's cache every tensor has its own allocation, so that a read past its end is seen.
 """
 
 from __future__ import annotations
+
+import argparse
 
 import torch
 
@@ -14,14 +16,21 @@ from linattn_cli.kernels.registry import MIXERS, PRIMITIVES
 from linattn_cli.latency_cases import Setting, draw, mixer_arm, primitive_arm
 
 TOKENS = 77
+NAMES = [name for name in (*PRIMITIVES, *MIXERS) if name != "softmax"]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(NAMES), help="mixers and primitives")
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    options = parser.parse_args()
     device = torch.device("cuda")
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (getattr(torch, name) for name in options.dtypes.split(",")):
         setting = Setting(1, 2, 40, dtype, device, "train")
-        arms = [mixer_arm(m, "triton", setting) for name, m in MIXERS.items() if name != "softmax"]
-        for arm in [*arms, *(primitive_arm(name, "triton", setting) for name in PRIMITIVES)]:
+        for name in options.models.split(","):
+            arm = (
+                mixer_arm(MIXERS[name], "triton", setting) if name in MIXERS else primitive_arm(name, "triton", setting)
+            )
             tensors = draw(arm.names, setting, TOKENS + 1)
             leaves = {n: x[:, :TOKENS].contiguous().requires_grad_() for n, x in tensors.items()}
             o, _ = arm.call(leaves, None)
