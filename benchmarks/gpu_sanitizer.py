@@ -3,7 +3,8 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python benchmarks/gpu_sanitizer.py
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck python benchmarks/gpu_sanitizer.py
 
-`--models linear_scan,vla` and `--dtypes bfloat16` take less time. Without the allocator's cache every tensor has its own allocation, so that a read past its end is seen.
+`--models linear_scan,vla` and `--dtypes bfloat16` take less time. Without the allocator's cache every tensor has its
+own allocation, so that a read past its end is seen.
 """
 
 from __future__ import annotations
