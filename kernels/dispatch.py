@@ -6,14 +6,17 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from linattn_cli.kernels.registry import PRIMITIVES
 from linattn_cli.kernels.types import Impl
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 _overrides: dict[tuple[str, str], Callable] = {}
 
@@ -80,6 +83,24 @@ def run(operator: str, impl: str, *tensors: Tensor, **options: object) -> Any:
     """Call a resolved implementation, autocast off: states and inverses never lose precision to it."""
     with torch.autocast(tensors[0].device.type, enabled=False):
         return load(operator, impl)(*tensors, **options)
+
+
+def compiles_together(form: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Of a form made of several operators, the kernels of all of them compile side by side where they are new."""
+
+    @wraps(form)
+    def called(*inputs: Parameters.args, **options: Parameters.kwargs) -> Result:
+        if torch.compiler.is_compiling() or not _launches(inputs):
+            return form(*inputs, **options)
+        from linattn_cli.kernels.launch import compiled_together
+
+        return compiled_together(form, *inputs, **options)
+
+    return called
+
+
+def _launches(inputs: tuple[object, ...]) -> bool:
+    return any(isinstance(x, Tensor) and x.is_cuda for x in inputs[:1]) and triton_available()
 
 
 def overridden(operator: str, impl: str) -> bool:

@@ -39,39 +39,49 @@ class _Missing(Exception):
 
 
 _stage = threading.local()
-"""`at` is `hoping` that every kernel is compiled, `rehearsing` what would be launched, or not set; `found` are those
-that the rehearsal asked Triton for."""
+"""`at` is `hoping` that every kernel is compiled, `rehearsing` what would be launched, or not set; `found` holds those
+that the rehearsal asked Triton for, by their keys in `_compiled`."""
 
 
-def compiled_together(run: Callable[..., Any], *inputs: Any) -> Any:
-    """`run(*inputs)`; kernels that it would have to compile are compiled side by side, in a thread each.
+def compiled_together(run: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """`run(*inputs, **options)`; kernels that it would have to compile are compiled side by side, in a thread each.
 
     Nothing that `run` launches may decide what it launches next, and it changes no input. Then a rehearsal that
     launches nothing finds the kernels. One by one those of a forward and backward of VLA, 27, take 10 s, and what
-    calls them from Python, compiled by the C compiler, 3 s more.
+    calls them from Python, compiled by the C compiler, 3 s more; those of rls take 21 s. Within another such call it
+    leaves all to that one.
     """
     if INTERPRETED or getattr(_stage, "at", None) or not hasattr(triton, "AsyncCompileMode"):
-        return run(*inputs)
+        return run(*inputs, **options)
     try:
         _stage.at = "hoping"
-        return run(*inputs)
+        return run(*inputs, **options)
     except _Missing:
-        _stage.at, _stage.found = "rehearsing", []
+        _stage.at, _stage.found = "rehearsing", {}
         # What fails here fails again below, unless it was for the results that no launch has filled.
         with contextlib.suppress(Exception), ThreadPoolExecutor(os.cpu_count()) as pool:
-            with triton.AsyncCompileMode(pool, ignore_errors=True):
-                run(*inputs)
-            list(pool.map(partial(_load, torch.cuda.current_device()), _stage.found))
+            with triton.AsyncCompileMode(pool, ignore_errors=True), contextlib.suppress(Exception):
+                run(*inputs, **options)
+            kernels = {id(kernel): kernel for kernel in _stage.found.values()}
+            loaded = dict(zip(kernels, pool.map(partial(_load, torch.cuda.current_device()), kernels.values())))
+            _compiled.update({key: loaded[id(kernel)] for key, kernel in _stage.found.items()})
         _stage.at = None
-        return run(*inputs)
+        return run(*inputs, **options)
     finally:
-        _stage.at, _stage.found = None, []
+        _stage.at, _stage.found = None, {}
 
 
-def _load(device: int, kernel: Any) -> None:
-    """Bring a compiled kernel onto the GPU, and compile what calls it, which Triton leaves to its first launch."""
+def rehearses() -> bool:
+    """Whether this thread only looks for kernels: nothing is launched, and no result is filled."""
+    return getattr(_stage, "at", None) == "rehearsing"
+
+
+def _load(device: int, kernel: Any) -> Any:
+    """The kernel once it is compiled, on the GPU, and with what calls it: Triton leaves both to the first launch."""
     with torch.cuda.device(device):
-        getattr(kernel, "result", lambda: kernel)().run  # noqa: B018 - a property that loads
+        compiled = getattr(kernel, "result", lambda: kernel)()
+        compiled.run  # noqa: B018 - a property that loads
+        return compiled
 
 
 def launch(function: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, num_stages: int = 2, **sizes: Any):
@@ -100,10 +110,10 @@ def launch(function: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int
     stage = getattr(_stage, "at", None)
     if found is None and stage == "hoping":
         raise _Missing
-    if stage == "rehearsing":
+    if rehearses():
         if found is None:
             options = {"num_warps": num_warps, "num_stages": num_stages}
-            _stage.found.append(function.warmup(*arguments, grid=grid, **sizes, **options))
+            _stage.found[tuple(key)] = function.warmup(*arguments, grid=grid, **sizes, **options)
     elif found is None:
         _compiled[tuple(key)] = function[grid](*arguments, **sizes, num_warps=num_warps, num_stages=num_stages)
     else:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from linattn_cli.kernels.launch import compiled_together
+from linattn_cli.kernels.launch import compiled_together, rehearses
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -39,13 +39,21 @@ class Operator:
         traced_gradient: Callable[..., Any],
     ) -> None:
         traced.register_autograd(partial(backward, traced_gradient), setup_context=setup)
-        forward, gradient = partial(compiled_together, forward), partial(compiled_together, gradient)
-        self.forward, self.traced = forward, traced
+        gradient = partial(compiled_together, gradient)
+        self.forward, self.traced = partial(compiled_together, forward), traced
+
+        def forward_of_training(*inputs: Any) -> Any:
+            output = forward(*inputs)
+            if rehearses():
+                context = _Rehearsed()
+                setup(context, inputs, output)
+                backward(gradient, context, *context.upstream(output))
+            return output
 
         class Eager(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, *inputs: Any) -> Any:  # type: ignore[override]
-                output = forward(*inputs)
+                output = compiled_together(forward_of_training, *inputs)
                 setup(ctx, inputs, output)
                 return output
 
@@ -63,6 +71,28 @@ class Operator:
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return self.eager.apply(*inputs)
         return self.forward(*inputs)
+
+
+class _Rehearsed:
+    """In the place of autograd's context while a backward is rehearsed behind its forward, for kernels to compile."""
+
+    def __init__(self) -> None:
+        self.saved_tensors: tuple[Any, ...] = ()
+        self._materialises = True
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self._materialises = value
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        pass
+
+    def upstream(self, output: Any) -> list[Tensor | None]:
+        """Gradients as they mostly come: of the outputs, and none of the states behind them."""
+        outputs = output if isinstance(output, tuple) else (output,)
+        return [torch.empty_like(x) if self._materialises or i == 0 else None for i, x in enumerate(outputs)]
 
 
 def traces(tensors: list[Tensor]) -> bool:

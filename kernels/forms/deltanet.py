@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from linattn_cli.kernels.dispatch import compiles_together
 from linattn_cli.kernels.forms.decode import decodes, matrix_step
 from linattn_cli.kernels.forms.features import check_mask, feature_map, keep, unit
 from linattn_cli.kernels.forms.scan import delta_scan
@@ -21,6 +22,7 @@ class DeltaState(NamedTuple):
     S: Tensor
 
 
+@compiles_together
 def deltanet(
     q: Tensor,
     k: Tensor,
@@ -68,6 +70,7 @@ def deltanet_serial(
     return _delta_serial("silu", q, k, v, beta, None, mask, initial_state)
 
 
+@compiles_together
 def decay_delta(
     q: Tensor,
     k: Tensor,

@@ -10,8 +10,10 @@ import contextlib
 import pytest
 import torch
 
+from linattn_cli.kernels import dispatch
 from linattn_cli.kernels import launch as launching
 from linattn_cli.kernels.launch import compiled_together, launch
+from linattn_cli.kernels.operator_triton import Operator
 
 
 class Kernel:
@@ -90,7 +92,7 @@ def test_a_fault_of_the_rehearsal_is_left_to_the_run(on_a_gpu) -> None:
         return "done"
 
     assert compiled_together(run) == "done"
-    assert log == ["compile a", "launch a"]
+    assert log == ["compile a", "load a", "launch a"]
 
     def broken():
         launches([kernel], x)
@@ -100,3 +102,60 @@ def test_a_fault_of_the_rehearsal_is_left_to_the_run(on_a_gpu) -> None:
         compiled_together(broken)
     launches([Kernel("c", log)], x)  # and nothing is left of the stage
     assert log[-1] == "launch c"
+
+
+def _doubled(log: list[str], name: str) -> Operator:
+    """An operator that doubles, of a kernel forward and one backward."""
+    ahead, back = Kernel(name, log), Kernel(f"{name}'", log)
+
+    def forward(x):
+        launches([ahead], x)
+        return 2 * x, x
+
+    def gradient(upstream, x):
+        launches([back], x)
+        return 2 * upstream
+
+    def setup(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+
+    def backward(gradient, ctx, d_o, d_state):
+        assert d_state is None
+        return gradient(d_o, *ctx.saved_tensors)
+
+    traced = type("Traced", (), {"register_autograd": lambda *_, **__: None})()
+    return Operator(forward, traced, setup, backward, gradient, None)
+
+
+def test_a_forward_of_training_compiles_its_backward_too(on_a_gpu) -> None:
+    log: list[str] = []
+    operator, x = _doubled(log, "a"), torch.ones(4, requires_grad=True)
+    o, _ = operator(x)
+    assert log[:2] == ["compile a", "compile a'"]
+    assert log[4:] == ["launch a"]
+    o.sum().backward()
+    assert log[5:] == ["launch a'"]
+    assert x.grad.tolist() == [2.0] * 4
+
+
+def test_without_a_gradient_only_the_forward_is_compiled(on_a_gpu) -> None:
+    log: list[str] = []
+    _doubled(log, "a")(torch.ones(4))
+    assert log == ["compile a", "load a", "launch a"]
+
+
+def test_a_form_compiles_the_kernels_of_all_its_operators(on_a_gpu, monkeypatch) -> None:
+    monkeypatch.setattr(dispatch, "_launches", lambda inputs: True)
+    log: list[str] = []
+    first, second = _doubled(log, "a"), _doubled(log, "b")
+
+    @dispatch.compiles_together
+    def form(x, *, scale):
+        return second(first(x)[0])[0] * scale
+
+    x = torch.ones(4, requires_grad=True)
+    form(x, scale=3.0).sum().backward()
+    assert log[:4] == ["compile a", "compile a'", "compile b", "compile b'"]
+    assert log[8:] == ["launch a", "launch b", "launch b'", "launch a'"]
+    assert x.grad.tolist() == [12.0] * 4
