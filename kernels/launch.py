@@ -63,7 +63,8 @@ def compiled_together(run: Callable[..., Any], *inputs: Any, **options: Any) -> 
             with triton.AsyncCompileMode(pool, ignore_errors=True), contextlib.suppress(Exception):
                 run(*inputs, **options)
             kernels = {id(kernel): kernel for kernel in _stage.found.values()}
-            loaded = dict(zip(kernels, pool.map(partial(_load, torch.cuda.current_device()), kernels.values())))
+            loading = pool.map(partial(_load, torch.cuda.current_device()), kernels.values())
+            loaded = dict(zip(kernels, loading, strict=True))
             _compiled.update({key: loaded[id(kernel)] for key, kernel in _stage.found.items()})
         _stage.at = None
         return run(*inputs, **options)

@@ -81,6 +81,17 @@ def own_stream(device: str) -> Iterator[None]:
         yield
 
 
+def wait_for_stream(device: torch.device) -> None:
+    """Wait until what this thread has asked of a GPU is done; the thread sleeps, as torch's own waits do not.
+
+    Beside many threads that wait, one that spins takes a core from those that have something to launch. Not the
+    whole device: others may train on it in this process.
+    """
+    done = torch.cuda.Event(blocking=True)
+    done.record(torch.cuda.current_stream(device))
+    done.synchronize()
+
+
 class RecordedStep(Generic[Result]):
     """Runs `step(*inputs)` eagerly at first, then as a graph on inputs of the shapes it was recorded with.
 

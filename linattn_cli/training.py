@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from linattn_cli import checkpoints
-from linattn_cli.cuda_graph import RECORDING, RecordedStep, can_record
+from linattn_cli.cuda_graph import RECORDING, RecordedStep, can_record, wait_for_stream
 from linattn_cli.diagnosis import first_nonfinite
 from linattn_cli.evaluation import Scored, evaluate, score_tensors, scored_positions, to_device
 from linattn_cli.output import CliError
@@ -250,11 +250,11 @@ class Trainer:
                 validate, log, save = self._due()
                 signalled = stop.received
                 save = save or signalled is not None
+                if log or save:
+                    self._stop_clock()
                 # Asking costs nothing on a CPU; a GPU is asked only when something is written.
                 if log or save or self.device.type == "cpu":
                     self._require_finite()
-                if log or save:
-                    self._stop_clock()
                 if log:
                     with RECORDING:
                         row = figures()
@@ -296,8 +296,7 @@ class Trainer:
     def _stop_clock(self) -> None:
         """Add up training time; what validation and the disk take is not part of it."""
         if self.device.type == "cuda":
-            # Not the device: others may train on it in this process.
-            torch.cuda.current_stream(self.device).synchronize()
+            wait_for_stream(self.device)
         self.train_s += time.perf_counter() - self._started
 
     def _step(self) -> Callable[[], dict[str, Any]]:
