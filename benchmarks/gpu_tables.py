@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, required=True, help="when to stop; sweeps need some 10 s more to end")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/sweeps"))
     parser.add_argument("--only", default=",".join(RECIPES), help="which recipes, in which order")
-    parser.add_argument("--workers", type=int, default=8, help="processes of a sweep, spread over the GPUs")
+    parser.add_argument("--workers", type=int, default=4, help="processes of a sweep, spread over the GPUs")
     parser.add_argument("--streams", type=int, default=8, help="cells that a process trains side by side")
     parser.add_argument("--cpu", action="store_true", help="without a GPU")
     parser.add_argument("more", nargs="*", help="further options of capacity-sweep, after --")
