@@ -62,10 +62,16 @@ def ceil_div(a: int, b: int) -> int:
 
 @lru_cache
 def choose_blocks(K: int, V: int, dtype: torch.dtype, chunk_size: int | None, widest: int = 64) -> Blocks:
-    """Tile sizes for keys of K and values of V; values are cut into columns of at most `widest`."""
+    """Tile sizes for keys of K and values of V; values are cut into columns of at most `widest`.
+
+    Up to 64 the tiles are square. Every training on an H200 whose scans had tiles of 32 x 64 and 64 x 32 ended in an
+    illegal memory access (triton 3.6.0, float32), though no address leaves its tensor in the interpreter; every other
+    tile ran.
+    """
     half = dtype == torch.bfloat16
-    BK = padded(K)
-    BV = min(padded(V), widest if BK <= 128 else 32)
+    side = min(64, max(padded(K), padded(V)))
+    BK = max(padded(K), side)
+    BV = min(max(padded(V), side), widest if BK <= 128 else 32)
     C = 64 if BK <= 64 or (half and BK <= 128) else 32
     if chunk_size is not None:
         C = min(C, max(16, 1 << (chunk_size.bit_length() - 1)))

@@ -69,6 +69,10 @@ class RayPool:
                 self._ray.cancel(reference, force=True)
         self._leave()
 
+    def can_be_alone(self) -> bool:
+        """Yes: `submit` says why."""
+        return True
+
     def submit(self, number: int, job: Work, *, alone: bool = False) -> None:
         """Send a job to the cluster, where every one has a process to itself."""
         self._running[self._work.remote({**job, "device": self._place})] = number

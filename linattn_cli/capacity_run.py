@@ -266,25 +266,26 @@ def run_cells(
 ) -> Iterator[tuple[Cell, Outcome, int]]:
     """Run cells, the longest first, and yield each as it ends, with the number of attempts.
 
-    A cell whose worker crashed, or that ran out of memory, is tried once more, alone in its worker: the first
-    time the fault may have been a neighbour's.
+    A cell whose worker crashed, or that ran out of memory, is tried once more when the others are under way, alone in
+    its worker: the first time the fault may have been a neighbour's.
     """
-    waiting = deque((cell, 1) for cell in sorted(cells, key=lambda cell: -cell.tokens))
+    fresh = deque(sorted(cells, key=lambda cell: -cell.tokens))
+    again: deque[Cell] = deque()
     running: dict[int, tuple[Cell, int]] = {}
     number = 0
-    while waiting or running:
-        while waiting and len(running) < pool.slots:
-            cell, attempt = waiting.popleft()
+    while fresh or again or running:
+        while len(running) < pool.slots and (fresh or (again and pool.can_be_alone())):
+            cell, attempt = (fresh.popleft(), 1) if fresh else (again.popleft(), ATTEMPTS)
             number += 1
             running[number] = cell, attempt
             pool.submit(number, job_of(cell, device, weights=weights), alone=attempt > 1)
         for done, outcome in pool.wait():
             cell, attempt = running.pop(done)
             error = outcome["error"]
-            again = outcome["status"] == "crashed" or (error is not None and error["type"] == "memory")
-            if again and attempt < ATTEMPTS:
+            retry = outcome["status"] == "crashed" or (error is not None and error["type"] == "memory")
+            if retry and attempt < ATTEMPTS:
                 log(f"once more: {cell.label}: {error['message'] if error else ''}")
-                waiting.append((cell, attempt + 1))
+                again.append(cell)
             else:
                 yield cell, outcome, attempt
 

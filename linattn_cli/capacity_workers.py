@@ -38,10 +38,12 @@ Finished = tuple[int, Outcome]
 class Pool(Protocol):
     """Where cells are computed. `submit` at most `slots` jobs at a time; `wait` blocks until some are over.
 
-    A job that is to be `alone` shares its process with no other.
+    A job that is to be `alone` shares its process with no other; submit one only while `can_be_alone`.
     """
 
     slots: int
+
+    def can_be_alone(self) -> bool: ...
 
     def submit(self, number: int, job: Work, *, alone: bool = False) -> None: ...
 
@@ -96,6 +98,11 @@ class LocalPool:
                 worker.process.join()
             worker.pipe.close()
         self._workers.clear()
+
+    def can_be_alone(self) -> bool:
+        """Whether a job can have a worker alone with at most one more than `workers` in all."""
+        spare = len(self._workers) < self.workers or any(not worker.jobs for worker in self._workers)
+        return spare or not any(worker.alone for worker in self._workers)
 
     def submit(self, number: int, job: Work, *, alone: bool = False) -> None:
         """Give a job to the worker with the fewest, or to a new one.

@@ -49,6 +49,9 @@ class FakePool:
         self.alone = []
         self.most = 0
 
+    def can_be_alone(self):
+        return True
+
     def submit(self, number, job, *, alone=False):
         self.jobs[number] = job
         self.alone.append(alone)
@@ -83,6 +86,28 @@ def test_a_crash_costs_a_retry_then_a_recorded_failure_and_nothing_else():
 def test_a_second_try_is_alone():
     _, _, pool = run({0: ["crashed", "finished"], 1: ["memory", "finished"], 2: ["finished"]})
     assert sorted(pool.alone) == [False, False, False, True, True]
+
+
+def test_a_second_try_waits_until_it_can_be_alone():
+    class Crowded(FakePool):
+        slots = 3
+        lone = 0
+
+        def can_be_alone(self):
+            return self.lone == 0
+
+        def submit(self, number, job, *, alone=False):
+            assert not alone or self.can_be_alone()
+            self.lone += alone
+            super().submit(number, job, alone=alone)
+
+        def wait(self, timeout=None):
+            self.lone = 0
+            return super().wait(timeout)
+
+    pool = Crowded({seed: ["crashed", "finished"] for seed in range(3)})
+    done = list(run_cells(cells(seeds=[0, 1, 2]), pool, "cpu", log=lambda line: None))
+    assert [(outcome["status"], attempts) for _, outcome, attempts in done] == [("finished", 2)] * 3
 
 
 def test_what_would_fail_again_is_not_tried_again():
@@ -192,7 +217,9 @@ def test_a_job_alone_shares_with_none_and_leaves_no_worker_behind(tmp_path):
     (cell,) = cells(seeds=[0])
     with LocalPool(1, devices=["cpu"], threads=1, log=tmp_path / "log", streams=3) as pool:
         pool.submit(1, longer(cell, 100_000))
+        assert pool.can_be_alone()
         pool.submit(2, longer(cell, 3), alone=True)
+        assert not pool.can_be_alone(), "one more than its workers, and no more than that"
         pool.submit(3, longer(cell, 3))
         assert [worker.jobs for worker in pool._workers] == [{1, 3}, {2}]
         results(pool, 2)
