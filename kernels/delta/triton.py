@@ -36,12 +36,16 @@ from linattn_cli.kernels.triton_common import (
     split_time,
 )
 
+EXACT_CHUNK = 32  # of 64 tokens, float32 kernels spill up to 1.6 kB a thread, and take twice as long to compile
+
 
 def plan(p: Tensor, V: int, chunk: int, decays: bool = False) -> tuple[Blocks, tuple[int, int, int]]:
     """Block sizes, and chunks, chunks a super-chunk and super-chunks, of a scan with reads p and V values."""
     B, T, H, K = p.shape
+    exact = p.dtype == torch.float32
+    chunk = min(chunk or EXACT_CHUNK, EXACT_CHUNK) if exact else chunk
     blocks = choose_blocks(K, V, p.dtype, chunk or None, widest=128 if p.dtype == torch.bfloat16 else 64)
-    short = decays and p.dtype == torch.float32 and T > LONG
+    short = decays and exact and T > LONG
     return blocks, split_time(T, blocks.C, B * H * ceil_div(V, blocks.BV), p.device, short=short)
 
 
