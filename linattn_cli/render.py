@@ -120,9 +120,9 @@ def column_names(rows: list[Row]) -> list[str]:
 
 
 def cell(value: Any) -> str:
-    """One value for people: four significant digits, but never 1 for what is only nearly 1.
+    """One value for people: four significant digits, or as many more as keep what is nearly 1 from reading as 1.
 
-    >>> cell(0.123456), cell(0.99999), cell(15), cell(98765.4), cell(None), cell(True), cell(2.5e-17)
+    >>> cell(0.123456), cell(0.99998644), cell(15), cell(98765.4), cell(None), cell(True), cell(2.5e-17)
     ('0.1235', '0.99999', '15', '98765', '-', 'yes', '2.5e-17')
     """
     if value is None:
@@ -136,8 +136,10 @@ def cell(value: Any) -> str:
             return str(value)
         if 1e4 <= abs(value) < 1e9:
             return f"{value:.0f}"
-        text = f"{value:.4g}"
-        return f"{value:.8g}" if text in ("1", "-1") and value != round(value) else text
+        digits = 4
+        while (text := f"{value:.{digits}g}") in ("1", "-1") and value != round(value):
+            digits += 1
+        return text
     if isinstance(value, (list, tuple)):
         return ", ".join(cell(item) for item in value)
     if isinstance(value, Mapping):
