@@ -18,6 +18,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 ALL = "linear,deltanet,decay_delta,gated_deltanet,vla,hla2,ahla,hla3,mesa,rls"
+WIDE = "linear,deltanet,decay_delta,gated_deltanet,vla,hla2,ahla,hla3"
 AGAINST_PEERS = "linear_scan,delta_scan,linear,deltanet,vla,hla2,ahla,hla3"
 LENGTHS = "1k,2k,4k,8k,16k,32k,128k"
 COMMANDS = {
@@ -28,8 +29,10 @@ COMMANDS = {
     "forward": f"--models {ALL} --seq-lens {LENGTHS}",
     "train": f"--models {ALL} --seq-lens {LENGTHS} --mode train",
     "decode": f"--models {ALL} --seq-lens 1k,8k,32k,128k --mode decode",
-    "wide_forward": f"--models {ALL} --seq-lens 8k,32k --heads 8 --d-head 128",
-    "wide_train": f"--models {ALL} --seq-lens 8k,32k --heads 8 --d-head 128 --mode train",
+    "wide_forward": f"--models {WIDE} --seq-lens 8k,32k --heads 8 --d-head 128",
+    "wide_train": f"--models {WIDE} --seq-lens 8k,32k --heads 8 --d-head 128 --mode train",
+    "wide_inverse_forward": "--models mesa,rls --seq-lens 8k,32k --heads 8 --d-head 128",
+    "wide_inverse_train": "--models mesa,rls --seq-lens 8k,32k --heads 8 --d-head 128 --mode train",
     "wide_peers": f"--models {AGAINST_PEERS} --seq-lens 32k --heads 8 --d-head 128 --with-fla",
 }
 # The peers take ready features and divide nothing, so the like of FLA's linear attention and delta rule are the two
