@@ -184,7 +184,8 @@ def across_of(found: Sequence[Row]) -> str:
 def further_names(found: Sequence[Row], across: str) -> list[str]:
     """`model`, and the settings that vary without being decided by what is across or named before."""
     names = ["model"]
-    for name in found[0] if found else ():
+    # The length last: a task mostly decides it by the other settings, and it would hide them.
+    for name in sorted(found[0] if found else (), key=lambda name: name == "seq_len"):
         if name in ("model", across, *MEASURES):
             continue
         values = {str(index): str(row.get(name)) for index, row in enumerate(found)}

@@ -149,6 +149,7 @@ def test_nearly_one_is_not_shown_as_one(rows):
         ({"d_heads": [8, 16]}, "d_head", ["8", "16"], []),
         ({"n_pairs": [4, 8], "d_heads": [8, 16]}, "n_pairs", ["4", "8"], ["d_head"]),
         ({"n_pairs": [4, 8], "grid": {"model.d_model": [64, 128]}}, "n_pairs", ["4", "8"], ["d_model"]),
+        ({"n_pairs": [4, 8], "grid": {"task.updates": [0, 4]}}, "n_pairs", ["4", "8"], ["updates"]),
         (
             {"points": [{"task.n_pairs": n, "task.seq_len": t} for n, t in ((4, 64), (8, 128))]},
             "n_pairs",
