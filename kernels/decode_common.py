@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from linattn_cli.kernels.rows_triton import feature
-from linattn_cli.kernels.triton_common import LOG2_E, NEVER, ceil_div, load_matrix, padded, power_of_two
+from linattn_cli.kernels.tiles import ceil_div, padded
+from linattn_cli.kernels.triton_common import LOG2_E, NEVER, load_matrix, power_of_two
 
 TILE = 2048  # numbers of a state block one program holds
 LARGEST_STRIDE = 2**31 - 1  # strides are passed as int32

@@ -14,12 +14,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from linattn_cli.kernels.edges_triton import carry_kernel
 from linattn_cli.kernels.launch import launch
 from linattn_cli.kernels.linear.triton import plan
 from linattn_cli.kernels.linear_ratio_kernels import ratio_gradient_kernel, ratio_output_kernel, ratio_sum_kernel
 from linattn_cli.kernels.operator_triton import Operator
 from linattn_cli.kernels.ratio_triton import quotient_gradient
-from linattn_cli.kernels.triton_common import Blocks, carry_kernel, ceil_div, padded
+from linattn_cli.kernels.tiles import Blocks, ceil_div, padded
 
 
 def _carry(sums: Tensor, initial: Tensor | None, *, reverse: bool) -> tuple[Tensor, Tensor]:

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from linattn_cli.kernels.edges_triton import edge_states
 from linattn_cli.kernels.linear import triton as linear
 from linattn_cli.kernels.operator_triton import Operator
 from linattn_cli.kernels.penalty import triton as penalty
 from linattn_cli.kernels.rows_triton import features_backward, features_forward
-from linattn_cli.kernels.triton_common import edge_states, four_warps
+from linattn_cli.kernels.tiles import four_warps
 from linattn_cli.kernels.types import PenaltyState
 
 

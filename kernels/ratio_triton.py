@@ -12,20 +12,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from linattn_cli.kernels.edges_triton import carry_kernel
 from linattn_cli.kernels.launch import kernel, launch
 from linattn_cli.kernels.operator_triton import Operator
-from linattn_cli.kernels.triton_common import (
-    carry_kernel,
-    ceil_div,
-    choose_blocks,
-    dot,
-    load_rows,
-    padded,
-    pair_mask,
-    power_of_two_above,
-    split_time,
-    store_rows,
-)
+from linattn_cli.kernels.tiles import ceil_div, choose_blocks, padded, power_of_two_above, split_time
+from linattn_cli.kernels.triton_common import dot, load_rows, pair_mask, store_rows
 
 
 @kernel

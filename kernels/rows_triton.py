@@ -15,7 +15,7 @@ from torch import Tensor
 
 from linattn_cli.kernels.launch import kernel, launch
 from linattn_cli.kernels.operator_triton import Operator
-from linattn_cli.kernels.triton_common import ceil_div, power_of_two_above
+from linattn_cli.kernels.tiles import ceil_div, power_of_two_above
 
 UNIT_EPS = tl.constexpr(1e-12)  # floor of a norm, as in torch.nn.functional.normalize
 

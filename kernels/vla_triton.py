@@ -21,7 +21,7 @@ from linattn_cli.kernels.operator_triton import Operator
 from linattn_cli.kernels.penalty import triton as penalty
 from linattn_cli.kernels.ratio_triton import edge_sums, quotient_gradient
 from linattn_cli.kernels.rows_triton import features_triton, gate_gradient, unit_features
-from linattn_cli.kernels.triton_common import Blocks, ceil_div
+from linattn_cli.kernels.tiles import Blocks, ceil_div
 from linattn_cli.kernels.types import PenaltyState
 from linattn_cli.kernels.vla_triton_kernels import key_gradient_kernel, query_gradient_kernel, vla_output_kernel
 

@@ -13,27 +13,19 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from linattn_cli.kernels.edges_triton import edge_products, edge_states, leaving_states, segment_cumsum
 from linattn_cli.kernels.launch import kernel, launch
 from linattn_cli.kernels.operator_triton import Operator
+from linattn_cli.kernels.tiles import LONG, ceil_div, choose_blocks, four_warps, refuse_float64, split_time
 from linattn_cli.kernels.triton_common import (
-    LONG,
-    ceil_div,
-    choose_blocks,
     dot,
     edge_decay,
-    edge_products,
-    edge_states,
-    four_warps,
-    leaving_states,
     load_decay,
     load_matrix,
     load_rows,
     pair_decay,
     pair_mask,
     power_of_two,
-    refuse_float64,
-    segment_cumsum,
-    split_time,
     store_rows,
 )
 

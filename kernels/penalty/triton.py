@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linattn_cli.kernels.edges_triton import edge_states
 from linattn_cli.kernels.launch import launch
 from linattn_cli.kernels.operator_triton import Operator
 from linattn_cli.kernels.penalty.inverse import REFRESH
@@ -25,11 +26,10 @@ from linattn_cli.kernels.penalty.triton_kernels import (
     mass_gradient_kernel,
     step_kernel,
 )
-from linattn_cli.kernels.triton_common import (
+from linattn_cli.kernels.tiles import (
     Blocks,
     ceil_div,
     choose_blocks,
-    edge_states,
     four_warps,
     multiprocessors,
     padded,
