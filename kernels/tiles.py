@@ -48,8 +48,8 @@ def ceil_div(a: int, b: int) -> int:
 def choose_blocks(K: int, V: int, dtype: torch.dtype, chunk_size: int | None, widest: int = 64) -> Blocks:
     """Tile sizes for keys of K and values of V; values are cut into columns of at most `widest`.
 
-    Up to 64 the tiles are square. Every training on an H200 whose scans had full tiles of 32 x 64 and 64 x 32 ended in an
-    illegal memory access (triton 3.6.0, float32, eight warps), though no address leaves its tensor in the interpreter.
+    Up to 64 the tiles are square. Every training on an H200 whose scans had full tiles of 32 x 64 and 64 x 32 ended in
+    an illegal memory access (triton 3.6.0, float32, eight warps). In the interpreter no address leaves its tensor.
     """
     half = dtype == torch.bfloat16
     side = min(64, max(padded(K), padded(V)))
