@@ -17,6 +17,7 @@ from linattn_cli.runs import CHECKPOINTS, RunFolder
 if TYPE_CHECKING:
     import torch
 
+    from linattn_cli.evaluation import Evaluation
     from linattn_cli.settings import RunConfig
 
 PROBE_STEPS = 8
@@ -118,7 +119,6 @@ def _train(job: Work, metrics: list[dict[str, Any]], files: dict[str, bytes]) ->
 
     from linattn_cli import environment, experiment
     from linattn_cli.cuda_graph import RECORDING
-    from linattn_cli.evaluation import evaluate
     from linattn_cli.training import Trainer
 
     config, device = _prepare(job)
@@ -134,25 +134,14 @@ def _train(job: Work, metrics: list[dict[str, Any]], files: dict[str, bytes]) ->
         kept = (path for path in Path(folder, CHECKPOINTS).rglob("*") if path.is_file())
         files.update({str(path.relative_to(folder)): path.read_bytes() for path in kept})
 
-    def judge(stream: str) -> dict[str, Any]:
-        return evaluate(
-            model,
-            task,
-            examples=config.train.eval_examples,
-            seed=config.seed,
-            stream=stream,
-            device=device,
-            dtype=config.train.dtype,
-        ).figures()
-
     last = ended.row
     with RECORDING:
         if "validation_accuracy" in last and last["step"] == ended.step:
             validation = {key: last[key] for key in ("validation_accuracy", "validation_loss")}
         else:
-            found = judge("validation")
+            found = _judge(model, task, config, device, "validation").figures()
             validation = {"validation_accuracy": found["accuracy"], "validation_loss": found["loss"]}
-        test = judge("test")
+        test = _judge(model, task, config, device, "test").figures()
         state_bytes = _state_bytes(model, task, config, device)
     return {
         **{key: test[key] for key in ("accuracy", "loss", "exact_sequence_accuracy")},
@@ -169,6 +158,23 @@ def _train(job: Work, metrics: list[dict[str, Any]], files: dict[str, bytes]) ->
         "impl": impl,
         "fingerprint": task.fingerprint(config.seed),
     }
+
+
+def _judge(
+    model: Any, task: Any, config: RunConfig, device: torch.device, stream: str, *, examples: int | None = None
+) -> Evaluation:
+    """What the model answers on a stream of the task, by default on as many examples as the recipe says."""
+    from linattn_cli.evaluation import evaluate
+
+    return evaluate(
+        model,
+        task,
+        examples=examples or config.train.eval_examples,
+        seed=config.seed,
+        stream=stream,
+        device=device,
+        dtype=config.train.dtype,
+    )
 
 
 def _state_bytes(model: Any, task: Any, config: RunConfig, device: torch.device) -> int | None:
@@ -189,11 +195,9 @@ def _state_bytes(model: Any, task: Any, config: RunConfig, device: torch.device)
 
 def _probe(job: Work) -> dict[str, Any]:
     """Seconds of a training step and of judging an example, after the first calls are over."""
-    import torch
 
     from linattn_cli import experiment
-    from linattn_cli.cuda_graph import RECORDING
-    from linattn_cli.evaluation import evaluate
+    from linattn_cli.cuda_graph import RECORDING, wait_for_stream
     from linattn_cli.training import Trainer
 
     config, device = _prepare(job)
@@ -204,8 +208,7 @@ def _probe(job: Work) -> dict[str, Any]:
     times = []
 
     def note(step: int) -> None:
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        wait_for_stream(device)
         times.append(time.perf_counter())
 
     with RECORDING:
@@ -216,15 +219,7 @@ def _probe(job: Work) -> dict[str, Any]:
     examples = min(64, config.train.eval_examples)
     started = time.perf_counter()
     with RECORDING:  # the wait for it counts: a sweep waits too
-        evaluate(
-            model,
-            task,
-            examples=examples,
-            seed=config.seed,
-            stream="validation",
-            device=device,
-            dtype=config.train.dtype,
-        )
+        _judge(model, task, config, device, "validation", examples=examples)
     return {"step_s": step_s, "example_s": (time.perf_counter() - started) / examples}
 
 

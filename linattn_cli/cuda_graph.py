@@ -85,8 +85,10 @@ def wait_for_stream(device: torch.device) -> None:
     """Wait until what this thread has asked of a GPU is done; the thread sleeps, as torch's own waits do not.
 
     Beside many threads that wait, one that spins takes a core from those that have something to launch. Not the
-    whole device: others may train on it in this process.
+    whole device: others may train on it in this process. On a CPU there is nothing to wait for.
     """
+    if device.type != "cuda":
+        return
     done = torch.cuda.Event(blocking=True)
     done.record(torch.cuda.current_stream(device))
     done.synchronize()

@@ -295,8 +295,7 @@ class Trainer:
 
     def _stop_clock(self) -> None:
         """Add up training time; what validation and the disk take is not part of it."""
-        if self.device.type == "cuda":
-            wait_for_stream(self.device)
+        wait_for_stream(self.device)
         self.train_s += time.perf_counter() - self._started
 
     def _step(self) -> Callable[[], dict[str, Any]]:
