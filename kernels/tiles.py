@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED_MULTIPROCESSORS = 4
+EXACT_CHUNK = 32  # of 64 tokens, float32 kernels spill up to 1.6 kB a thread, and take twice as long to compile
 LONG = 512  # tokens from which on the super-chunks of a decaying float32 scan are single chunks
 
 

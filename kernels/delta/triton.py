@@ -24,9 +24,16 @@ from linattn_cli.kernels.delta.triton_forward import chain_kernel, map_kernel, o
 from linattn_cli.kernels.edges_triton import edge_products, leaving_states, segment_cumsum
 from linattn_cli.kernels.launch import launch
 from linattn_cli.kernels.operator_triton import Operator
-from linattn_cli.kernels.tiles import LONG, Blocks, ceil_div, choose_blocks, padded, refuse_float64, split_time
-
-EXACT_CHUNK = 32  # of 64 tokens, float32 kernels spill up to 1.6 kB a thread, and take twice as long to compile
+from linattn_cli.kernels.tiles import (
+    EXACT_CHUNK,
+    LONG,
+    Blocks,
+    ceil_div,
+    choose_blocks,
+    padded,
+    refuse_float64,
+    split_time,
+)
 
 
 def plan(p: Tensor, V: int, chunk: int, decays: bool = False) -> tuple[Blocks, tuple[int, int, int]]:
