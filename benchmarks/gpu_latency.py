@@ -17,8 +17,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-ALL = "linear,deltanet,decay_delta,gated_deltanet,vla,hla2,ahla,hla3,mesa,rls"
 WIDE = "linear,deltanet,decay_delta,gated_deltanet,vla,hla2,ahla,hla3"
+ALL = f"{WIDE},mesa,rls"
 AGAINST_PEERS = "linear_scan,delta_scan,linear,deltanet,vla,hla2,ahla,hla3"
 LENGTHS = "1k,2k,4k,8k,16k,32k,128k"
 COMMANDS = {

@@ -14,7 +14,7 @@ import argparse
 import torch
 
 from linattn_cli.kernels.registry import MIXERS, PRIMITIVES
-from linattn_cli.latency_cases import Setting, draw, mixer_arm, primitive_arm
+from linattn_cli.latency_cases import Setting, arm_of, run_through
 
 TOKENS = 77
 NAMES = [name for name in (*PRIMITIVES, *MIXERS) if name != "softmax"]
@@ -29,18 +29,9 @@ def main() -> None:
     for dtype in (getattr(torch, name) for name in options.dtypes.split(",")):
         setting = Setting(1, 2, 40, dtype, device, "train")
         for name in options.models.split(","):
-            arm = (
-                mixer_arm(MIXERS[name], "triton", setting) if name in MIXERS else primitive_arm(name, "triton", setting)
-            )
-            tensors = draw(arm.names, setting, TOKENS + 1)
-            leaves = {n: x[:, :TOKENS].contiguous().requires_grad_() for n, x in tensors.items()}
-            o, _ = arm.call(leaves, None)
-            torch.autograd.grad(o, list(leaves.values()), torch.ones_like(o), allow_unused=True)
-            with torch.no_grad():
-                state = arm.prefill({n: x[:, :TOKENS].contiguous() for n, x in tensors.items()})
-                arm.call({n: x[:, TOKENS:].contiguous() for n, x in tensors.items()}, state)
+            run_through(arm_of(name, "triton", setting), setting, TOKENS)
             torch.cuda.synchronize()
-            print(arm.model, dtype, "done", flush=True)
+            print(name, dtype, "done", flush=True)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,9 @@ def compiles_together(form: Callable[Parameters, Result]) -> Callable[Parameters
 
 
 def _launches(inputs: tuple[object, ...]) -> bool:
-    return any(isinstance(x, Tensor) and x.is_cuda for x in inputs[:1]) and triton_available()
+    """Whether a form with these inputs may launch kernels: its first is on a GPU."""
+    first = inputs[0] if inputs else None
+    return isinstance(first, Tensor) and first.is_cuda and triton_available()
 
 
 def overridden(operator: str, impl: str) -> bool:

@@ -75,6 +75,11 @@ def four_warps(blocks: Blocks) -> Blocks:
     return replace(blocks, num_warps=4) if blocks.BK * blocks.BV <= 64 * 64 else blocks
 
 
+def short_chunks(blocks: Blocks) -> Blocks:
+    """With the chunks that float32 kernels of several products take, where they are multiplied exactly."""
+    return replace(blocks, C=EXACT_CHUNK) if blocks.precision == "exact" and blocks.C > EXACT_CHUNK else blocks
+
+
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":

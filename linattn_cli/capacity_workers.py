@@ -189,8 +189,12 @@ class LocalPool:
 @contextlib.contextmanager
 def _inherited(threads: int) -> Iterator[None]:
     """What a worker is born with: its number of threads, and deafness to the Ctrl-C meant for its parent."""
-    ours = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
-    ours["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # of 8, the default, more than eight streams would share some
+    ours = {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # of 8, the default, more than eight streams would share some
+    }
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

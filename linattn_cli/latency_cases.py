@@ -133,18 +133,30 @@ def arms(models: list[str], impls: list[str], setting: Setting) -> list[Arm]:
         if model == SOFTMAX:
             continue
         for impl in impls:
-            arm = _arm(model, impl, setting)
+            arm = arm_of(model, impl, setting)
             if arm.key not in [other.key for other in found]:
                 found.append(arm)
     return found
 
 
-def _arm(model: str, impl: str, setting: Setting) -> Arm:
+def arm_of(model: str, impl: str, setting: Setting) -> Arm:
+    """The arm of one mixer, one of the user's own or a primitive."""
     if is_own(model):
         from linattn_cli.latency_own import own_arm
 
         return own_arm(model, impl, setting)
     return primitive_arm(model, impl, setting) if model in PRIMITIVES else mixer_arm(MIXERS[model], impl, setting)
+
+
+def run_through(arm: Arm, setting: Setting, tokens: int) -> None:
+    """A forward, a backward and one decoding step, for those who watch what the kernels do."""
+    tensors = draw(arm.names, setting, tokens + 1)
+    before = {name: x[:, :tokens].contiguous() for name, x in tensors.items()}
+    leaves = {name: x.clone().requires_grad_() for name, x in before.items()}
+    o, _ = arm.call(leaves, None)
+    torch.autograd.grad(o, list(leaves.values()), torch.ones_like(o), allow_unused=True)
+    with torch.no_grad():
+        arm.call({name: x[:, tokens:].contiguous() for name, x in tensors.items()}, arm.prefill(before))
 
 
 def resolved(impl: str, setting: Setting) -> str:

@@ -25,13 +25,13 @@ from linattn_cli.kernels.edges_triton import edge_products, leaving_states, segm
 from linattn_cli.kernels.launch import launch
 from linattn_cli.kernels.operator_triton import Operator
 from linattn_cli.kernels.tiles import (
-    EXACT_CHUNK,
     LONG,
     Blocks,
     ceil_div,
     choose_blocks,
     padded,
     refuse_float64,
+    short_chunks,
     split_time,
 )
 
@@ -39,10 +39,9 @@ from linattn_cli.kernels.tiles import (
 def plan(p: Tensor, V: int, chunk: int, decays: bool = False) -> tuple[Blocks, tuple[int, int, int]]:
     """Block sizes, and chunks, chunks a super-chunk and super-chunks, of a scan with reads p and V values."""
     B, T, H, K = p.shape
-    exact = p.dtype == torch.float32
-    chunk = min(chunk or EXACT_CHUNK, EXACT_CHUNK) if exact else chunk
     blocks = choose_blocks(K, V, p.dtype, chunk or None, widest=128 if p.dtype == torch.bfloat16 else 64)
-    short = decays and exact and T > LONG
+    blocks = short_chunks(blocks)
+    short = decays and p.dtype == torch.float32 and T > LONG
     return blocks, split_time(T, blocks.C, B * H * ceil_div(V, blocks.BV), p.device, short=short)
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from linattn_cli.kernels import dispatch
-from linattn_cli.kernels.dispatch import compiles_together
 from linattn_cli.kernels.forms.decode import decodes, matrix_step
 from linattn_cli.kernels.forms.features import check_mask, keep, one_pass
 from linattn_cli.kernels.forms.features import feature_map as get_feature_map
@@ -37,7 +36,7 @@ class MesaState(NamedTuple):
     penalty: PenaltyState
 
 
-@compiles_together
+@dispatch.compiles_together
 def rls(
     q: Tensor,
     k: Tensor,

@@ -27,7 +27,6 @@ from linattn_cli.kernels.penalty.triton_kernels import (
     step_kernel,
 )
 from linattn_cli.kernels.tiles import (
-    EXACT_CHUNK,
     Blocks,
     ceil_div,
     choose_blocks,
@@ -35,6 +34,7 @@ from linattn_cli.kernels.tiles import (
     multiprocessors,
     padded,
     refuse_float64,
+    short_chunks,
     split_time,
 )
 from linattn_cli.kernels.types import PenaltyState
@@ -224,11 +224,10 @@ def penalty_backward(
     edges, total = edge_states(y, x, None, d_final, H, blocks, split, reverse=True)
     d_u = torch.empty_like(u)
     warps = choose_blocks(K, K, u.dtype, None).num_warps
-    C = min(blocks.C, EXACT_CHUNK) if u.dtype == torch.float32 else blocks.C
     launch(
         mass_gradient_kernel, (supers * B * H, ceil_div(K, blocks.BV)),
         u, x, y, edges, d_u, T, tokens, supers, B, H,
-        K=K, BK=blocks.BK, BV=blocks.BV, C=C, G=Q // H,
+        K=K, BK=blocks.BK, BV=blocks.BV, C=short_chunks(blocks).C, G=Q // H,
         DOT=blocks.dot, PRECISION=blocks.precision, num_warps=warps, num_stages=1,
     )  # fmt: skip
     return d_u, y, (total + total.mT) / -2

@@ -21,7 +21,7 @@ with pytest.MonkeyPatch.context() as patch:
     from linattn_cli.kernels.forms.hla2 import hla2
     from linattn_cli.kernels.forms.hla3 import hla3
     from linattn_cli.kernels.registry import MIXERS, PRIMITIVES
-    from linattn_cli.latency_cases import Setting, draw, mixer_arm, primitive_arm
+    from linattn_cli.latency_cases import Setting, arm_of, run_through
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -79,14 +79,7 @@ def extent(x: torch.Tensor) -> tuple[int, int]:
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_backward_and_decoding_stay_inside(name: str, bounds: dict[str, int]) -> None:
     setting = Setting(1, 2, 20, torch.float32, torch.device("cpu"), "train")
-    arm = mixer_arm(MIXERS[name], "triton", setting) if name in MIXERS else primitive_arm(name, "triton", setting)
-    tensors = draw(arm.names, setting, TOKENS + 1)
-    leaves = {key: x[:, :TOKENS].contiguous().requires_grad_() for key, x in tensors.items()}
-    o, _ = arm.call(leaves, None)
-    torch.autograd.grad(o, list(leaves.values()), torch.ones_like(o), allow_unused=True)
-    with torch.no_grad():
-        state = arm.prefill({key: x[:, :TOKENS].contiguous() for key, x in tensors.items()})
-        arm.call({key: x[:, TOKENS:].contiguous() for key, x in tensors.items()}, state)
+    run_through(arm_of(name, "triton", setting), setting, TOKENS)
     assert len(bounds) >= 3, "kernels of a forward, a backward and a step were looked at"
 
 
