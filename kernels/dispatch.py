@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -90,7 +90,7 @@ def compiles_together(form: Callable[Parameters, Result]) -> Callable[Parameters
 
     @wraps(form)
     def called(*inputs: Parameters.args, **options: Parameters.kwargs) -> Result:
-        if torch.compiler.is_compiling() or not _launches(inputs):
+        if torch.compiler.is_compiling() or not _launches((*inputs, *options.values())):
             return form(*inputs, **options)
         from linattn_cli.kernels.launch import compiled_together
 
@@ -99,10 +99,9 @@ def compiles_together(form: Callable[Parameters, Result]) -> Callable[Parameters
     return called
 
 
-def _launches(inputs: tuple[object, ...]) -> bool:
-    """Whether a form with these inputs may launch kernels: its first is on a GPU."""
-    first = inputs[0] if inputs else None
-    return isinstance(first, Tensor) and first.is_cuda and triton_available()
+def _launches(inputs: Iterable[object]) -> bool:
+    """Whether a form with these inputs may launch kernels: one of them is on a GPU."""
+    return any(isinstance(x, Tensor) and x.is_cuda for x in inputs) and triton_available()
 
 
 def overridden(operator: str, impl: str) -> bool:

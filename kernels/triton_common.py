@@ -25,36 +25,51 @@ def upper_bits(b_x):
 
 
 @triton.jit
-def split(b_x):
-    """Three bfloat16 tensors whose sum is exactly the float32 `b_x`: 8 bits each."""
-    b_high = upper_bits(b_x)
-    b_middle = upper_bits(b_x - b_high)
-    b_low = b_x - b_high - b_middle
-    return b_high.to(tl.bfloat16), b_middle.to(tl.bfloat16), b_low.to(tl.bfloat16)
+def split(b_x, ROUNDED: tl.constexpr):
+    """Three bfloat16 tensors whose sum is the float32 `b_x`: 8 bits each, cut off or rounded to nearest."""
+    b_high = b_x.to(tl.bfloat16).to(tl.float32) if ROUNDED else upper_bits(b_x)
+    b_rest = b_x - b_high
+    b_middle = b_rest.to(tl.bfloat16).to(tl.float32) if ROUNDED else upper_bits(b_rest)
+    return b_high.to(tl.bfloat16), b_middle.to(tl.bfloat16), (b_rest - b_middle).to(tl.bfloat16)
 
 
 @triton.jit
-def exact_dot(a, b):
+def add_dot(a, b, b_rest, ROUNDED: tl.constexpr):
+    """`a b + b_rest`, summed in the tensor core or, rounded to nearest, outside; a plain `+` would go into the dot."""
+    if ROUNDED:
+        b_product = tl.dot(a, b)
+        b_sum = tl.fma(b_product, tl.full(b_product.shape, 1.0, tl.float32), b_rest)
+    else:
+        b_sum = tl.dot(a, b, b_rest)
+    return b_sum
+
+
+@triton.jit
+def exact_dot(a, b, ROUNDED: tl.constexpr = False):
     """A product to float32 accuracy on bfloat16 tensor cores.
 
     A float32 operand is split in three, a bfloat16 one needs no splitting; products below 2^-24 are left out.
-    The interpreter has no bfloat16 and multiplies in float32.
+    Tensor cores cut off what they add up, always toward zero, and a recurrence that forgets nothing keeps that: over
+    2,048 tokens it makes four times the error of a serial run. ROUNDED: no part is cut off, and the small products
+    are added to that of the leading parts outside, which takes more registers. The interpreter has no bfloat16 and
+    multiplies in float32.
     """
     if INTERPRETED:
         product = tl.dot(a.to(tl.float32), b.to(tl.float32))
     elif a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16:
         product = tl.dot(a, b)
     elif a.dtype == tl.bfloat16:
-        b_high, b_middle, b_low = split(b.to(tl.float32))
-        product = tl.dot(a, b_high, tl.dot(a, b_middle, tl.dot(a, b_low)))
+        b_high, b_middle, b_low = split(b.to(tl.float32), ROUNDED)
+        product = add_dot(a, b_high, tl.dot(a, b_middle, tl.dot(a, b_low)), ROUNDED)
     elif b.dtype == tl.bfloat16:
-        a_high, a_middle, a_low = split(a.to(tl.float32))
-        product = tl.dot(a_high, b, tl.dot(a_middle, b, tl.dot(a_low, b)))
+        a_high, a_middle, a_low = split(a.to(tl.float32), ROUNDED)
+        product = add_dot(a_high, b, tl.dot(a_middle, b, tl.dot(a_low, b)), ROUNDED)
     else:
-        a_high, a_middle, a_low = split(a.to(tl.float32))
-        b_high, b_middle, b_low = split(b.to(tl.float32))
+        a_high, a_middle, a_low = split(a.to(tl.float32), ROUNDED)
+        b_high, b_middle, b_low = split(b.to(tl.float32), ROUNDED)
         b_small = tl.dot(a_high, b_low, tl.dot(a_low, b_high, tl.dot(a_middle, b_middle)))
-        product = tl.dot(a_high, b_high, tl.dot(a_high, b_middle, tl.dot(a_middle, b_high, b_small)))
+        b_small = tl.dot(a_high, b_middle, tl.dot(a_middle, b_high, b_small))
+        product = add_dot(a_high, b_high, b_small, ROUNDED)
     return product
 
 
@@ -88,7 +103,7 @@ def near_dot(a, b):
 @triton.jit
 def dot(a, b, DOT: tl.constexpr, PRECISION: tl.constexpr):
     if PRECISION == "exact":
-        product = exact_dot(a, b)
+        product = exact_dot(a, b, ROUNDED=True)
     elif PRECISION == "near":
         product = near_dot(a, b)
     else:

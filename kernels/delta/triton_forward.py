@@ -178,7 +178,7 @@ def chain_kernel(
         i_next = i_s - 1 if REVERSE else i_s + 1
         if BK <= 128:
             b_F = load_matrix(p_transition + i_s * K * K, o_k, K, row, o_k, K, column)
-            b_S = load_matrix(p_offset + i_s * K * V, o_k, K, V, o_v, V, 1) + exact_dot(b_F, b_S)
+            b_S = load_matrix(p_offset + i_s * K * V, o_k, K, V, o_v, V, 1) + exact_dot(b_F, b_S, ROUNDED=True)
             store_matrix(p_start + i_next * K * V, b_S, o_k, K, V, o_v, V)
         else:
             tl.debug_barrier()
@@ -189,7 +189,7 @@ def chain_kernel(
                     o_x = i_k * 64 + tl.arange(0, 64)
                     b_F = load_matrix(p_transition + i_s * K * K, o_r, K, row, o_x, K, column)
                     b_x = load_matrix(p_start + i_s * K * V, o_x, K, V, o_v, V, 1)
-                    b_row += exact_dot(b_F, b_x)
+                    b_row += exact_dot(b_F, b_x, ROUNDED=True)
                 store_matrix(p_start + i_next * K * V, b_row, o_r, K, V, o_v, V)
 
 

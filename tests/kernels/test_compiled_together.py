@@ -145,8 +145,9 @@ def test_without_a_gradient_only_the_forward_is_compiled(on_a_gpu) -> None:
     assert log == ["compile a", "load a", "launch a"]
 
 
-def test_a_form_compiles_the_kernels_of_all_its_operators(on_a_gpu, monkeypatch) -> None:
-    monkeypatch.setattr(dispatch, "_launches", lambda inputs: True)
+@pytest.mark.parametrize("named", [False, True])
+def test_a_form_compiles_the_kernels_of_all_its_operators(on_a_gpu, monkeypatch, named) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
     log: list[str] = []
     first, second = _doubled(log, "a"), _doubled(log, "b")
 
@@ -155,7 +156,7 @@ def test_a_form_compiles_the_kernels_of_all_its_operators(on_a_gpu, monkeypatch)
         return second(first(x)[0])[0] * scale
 
     x = torch.ones(4, requires_grad=True)
-    form(x, scale=3.0).sum().backward()
+    (form(scale=3.0, x=x) if named else form(x, scale=3.0)).sum().backward()
     assert log[:4] == ["compile a", "compile a'", "compile b", "compile b'"]
     assert log[8:] == ["launch a", "launch b", "launch b'", "launch a'"]
     assert x.grad.tolist() == [12.0] * 4
