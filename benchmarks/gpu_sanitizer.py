@@ -24,10 +24,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(NAMES), help="mixers and primitives")
     parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--d-head", type=int, default=40, help="40 leaves a tile of 64 ragged, 32 and 64 fill theirs")
     options = parser.parse_args()
     device = torch.device("cuda")
     for dtype in (getattr(torch, name) for name in options.dtypes.split(",")):
-        setting = Setting(1, 2, 40, dtype, device, "train")
+        setting = Setting(1, 2, options.d_head, dtype, device, "train")
         for name in options.models.split(","):
             run_through(arm_of(name, "triton", setting), setting, TOKENS)
             torch.cuda.synchronize()
