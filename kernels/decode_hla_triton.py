@@ -177,7 +177,7 @@ def hla_step(q, k, v, log_decay, S, SQ, P, H, G, m, h, g, form, feature_map, pow
         K=K, V=V, BK=blocks.BK, BV=blocks.BV, BR=blocks.BR, G=Q // heads,
         MAP=feature_map, FORM=form, RATIO=h is not None,
         S_POWER=powers[0], P_POWER=powers[1], H_POWER=powers[2], G_POWER=powers[3], LEAK_POWER=powers[4],
-        num_warps=blocks.num_warps, num_stages=1,
+        num_warps=blocks.num_warps, num_stages=1, fused=False,
     )  # fmt: skip
     return o, clamped, *outputs
 

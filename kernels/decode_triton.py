@@ -151,7 +151,7 @@ def matrix_step(
         MAP=feature_map, UNIT_QUERY=unit_query, UNIT_KEY=unit_key, DELTA=delta,
         GAIN=gain, DIRECTION=u is not None, NORMALISE=normalise,
         BETA=beta is not None, DECAY=log_decay is not None, DECAYED_READ=decayed_read, RATIO=z is not None,
-        num_warps=blocks.num_warps, num_stages=1,
+        num_warps=blocks.num_warps, num_stages=1, fused=False,
     )  # fmt: skip
     return o, clamped, *states
 

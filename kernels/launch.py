@@ -85,12 +85,24 @@ def _load(device: int, kernel: Any) -> Any:
         return compiled
 
 
-def launch(function: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, num_stages: int = 2, **sizes: Any):
+def launch(
+    function: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    num_warps: int,
+    num_stages: int = 2,
+    fused: bool = True,
+    **sizes: Any,
+):
     """`function[grid](*arguments, **sizes)` in a fifth of the time on the host.
 
     A kernel is looked up by what it was compiled for, the sizes and the dtype and alignment of each pointer,
     and launched directly. Triton's own way there takes 70 us, longer than most kernels below 8k tokens run.
     A tensor comes first among the arguments; it may be on a GPU that is not the current one.
+
+    `fused`: products may be rounded together with what they are added to. Where lanes hand each other the parts of a
+    sum of products, each rounds its own part so, and their copies of the sum differ in the last bit; a kernel whose
+    lanes then write the same place asks for none of it.
     """
     if INTERPRETED:
         function[grid](*arguments, **sizes)
@@ -98,24 +110,24 @@ def launch(function: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int
     device = arguments[0].device.index
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            launch(function, grid, *arguments, num_warps=num_warps, num_stages=num_stages, **sizes)
+            launch(function, grid, *arguments, num_warps=num_warps, num_stages=num_stages, fused=fused, **sizes)
         return
     constants = [sizes[name] for name in function.arg_names[len(arguments) :]]
-    key = [id(function), device, num_warps, num_stages, *constants]
+    key = [id(function), device, num_warps, num_stages, fused, *constants]
     for x in arguments:
         if isinstance(x, Tensor):
             key += (x.dtype, x.data_ptr() % 16)
     for i in function.specialised:
         key += (arguments[i] == 1, arguments[i] % 16 == 0)
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fused}
     found = _compiled.get(tuple(key))
     stage = getattr(_stage, "at", None)
     if found is None and stage == "hoping":
         raise _Missing
     if rehearses():
         if found is None:
-            options = {"num_warps": num_warps, "num_stages": num_stages}
             _stage.found[tuple(key)] = function.warmup(*arguments, grid=grid, **sizes, **options)
     elif found is None:
-        _compiled[tuple(key)] = function[grid](*arguments, **sizes, num_warps=num_warps, num_stages=num_stages)
+        _compiled[tuple(key)] = function[grid](*arguments, **sizes, **options)
     else:
         found[(*grid, 1, 1)[:3]](*arguments, *constants)
