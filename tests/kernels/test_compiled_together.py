@@ -70,6 +70,23 @@ def test_every_missing_kernel_is_compiled_before_the_first_launch(on_a_gpu) -> N
     assert log == ["launch a", "launch b"]
 
 
+def test_a_kernel_is_compiled_once_fusing_and_once_not(on_a_gpu) -> None:
+    asked: list[bool] = []
+
+    class Recorder(Kernel):
+        def __getitem__(self, grid):
+            def first_launch(*_, enable_fp_fusion: bool, **__):
+                asked.append(enable_fp_fusion)
+                return {(*grid, 1, 1)[:3]: lambda *_: None}
+
+            return first_launch
+
+    kernel, x = Recorder("a", []), torch.zeros(4)
+    for fused in (True, False, True, False):
+        launch(kernel, (2,), x, SIZE=1, num_warps=4, fused=fused)
+    assert asked == [True, False]
+
+
 def test_only_what_is_missing_is_compiled(on_a_gpu) -> None:
     log: list[str] = []
     kernels, x = [Kernel("a", log), Kernel("b", log)], torch.zeros(4)
