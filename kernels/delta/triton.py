@@ -191,7 +191,7 @@ def delta_backward(
     d_o = torch.zeros(B, T, Q, V, dtype=q.dtype, device=q.device) if d_o is None else d_o.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
     blocks, (chunks, length, supers) = plan(p, V, chunk, log_decay is not None)
-    if p.dtype == torch.float16:
+    if p.dtype == torch.float16:  # float32 with one stage races on tiles of 16 and 32 (triton 3.6.0)
         blocks = replace(blocks, num_stages=1)
     deep = 3 if p.dtype == torch.bfloat16 and blocks.BK <= 64 else blocks.num_stages
     decays = log_decay is not None
