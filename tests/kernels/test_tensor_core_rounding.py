@@ -73,7 +73,8 @@ def share() -> float:
     exact = scan(torch.float64, "reference")
     kernels = compare(scan(torch.float32, "triton"), exact, dtype=torch.float32).rms_ratio
     serial = compare(scan(torch.float32, "reference"), exact, dtype=torch.float32).rms_ratio
-    assert kernels is not None and serial is not None
+    assert kernels is not None
+    assert serial is not None
     return kernels / serial
 
 
