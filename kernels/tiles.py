@@ -32,8 +32,13 @@ class Blocks:
 
 
 def padded(size: int) -> int:
-    """The tile edge for a dimension: a power of two, at least the 16 that `tl.dot` needs."""
-    return max(16, power_of_two_above(size))
+    """The tile edge for a dimension: a power of two, at least 32.
+
+    `tl.dot` would take 16. But where a Hopper warp group multiplies a tile of 64 by one of 16, ptxas 12.8, that of
+    triton 3.6.0, makes the address of a tile from a register that nothing has filled: in `delta_scan` in bfloat16 and
+    in the penalty gain in float32.
+    """
+    return max(32, power_of_two_above(size))
 
 
 def power_of_two_above(size: int) -> int:

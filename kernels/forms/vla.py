@@ -132,6 +132,10 @@ def vla(
                 chunk_size=chunk_size,
             )
         return FormOutput(o, VLAState(S, penalty_state, z), (denominator < RATIO_EPS).sum(), "triton")
+    dtype = v.dtype
+    if dtype == torch.float16 and not normalise_gate:  # what such a gate writes is as large as 1 / lambda0
+        q, k, v = (x.float() for x in (q, k, v))
+        u, beta = (None if x is None else x.float() for x in (u, beta))
     q, k = phi(q), keep(phi(k), mask)
     key = unit(k, impl=impl)
     write, penalty_state = _write_direction(
@@ -139,9 +143,9 @@ def vla(
     )
     scan = delta_scan(q, key, write, v, initial_state=S, chunk_size=chunk_size, impl=impl)
     if readout == "raw":
-        return FormOutput(scan.o, VLAState(scan.final_state, penalty_state, None), impl=scan.impl)
+        return FormOutput(scan.o.to(dtype), VLAState(scan.final_state, penalty_state, None), impl=scan.impl)
     o, z, clamped = ratio_readout(scan.o, q, k, z, impl=impl)
-    return FormOutput(o, VLAState(scan.final_state, penalty_state, z), clamped, scan.impl)
+    return FormOutput(o.to(dtype), VLAState(scan.final_state, penalty_state, z), clamped, scan.impl)
 
 
 def _fused(k, beta, penalty, normalise_gate, readout, mask, impl) -> bool:

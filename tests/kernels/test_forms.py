@@ -183,3 +183,14 @@ def test_padding_leaves_the_gradients_of_vla_finite_in_float16(impl):
     leaves = [x.requires_grad_() for x in tensors]
     out = vla(*leaves, mask=padding(), impl=impl)
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.o.float().sum(), leaves))
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunk"])
+def test_an_unnormalised_gate_writes_more_than_float16_holds(impl):
+    """S = v k^T / lambda0 is 50 000 here and its read-out ten times that; the quotient is 5 000."""
+    k, v, u = torch.tensor([10.0, 0, 0, 0]), torch.full((4,), 50.0), torch.zeros(4)
+    q, k, v, u = (x.half().view(1, 1, 1, 4).requires_grad_() for x in (k, k, v, u))
+    out = vla(q, k, v, u, lambda0=1e-3, normalise_gate=False, feature_map="identity", impl=impl)
+    torch.testing.assert_close(out.o, torch.full_like(out.o, 5000.0))
+    (grad_v,) = torch.autograd.grad(out.o.float().sum(), v)
+    torch.testing.assert_close(grad_v, torch.full_like(v, 100.0))
