@@ -6,8 +6,8 @@ import contextlib
 import inspect
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from linattn_cli.kernels.dispatch import triton_interpreted
+from linattn_cli.kernels.loading import alone, load, prepare
 
 INTERPRETED = triton_interpreted()
 
@@ -47,8 +48,8 @@ def compiled_together(run: Callable[..., Any], *inputs: Any, **options: Any) -> 
 
     Nothing that `run` launches may decide what it launches next, and it changes no input. Then a rehearsal that
     launches nothing finds the kernels. One by one those of a forward and backward of VLA, 27, take 10 s, and what
-    calls them from Python, compiled by the C compiler, 3 s more; those of rls take 21 s. What calls them is loaded one
-    by one, while other kernels still compile. Within another such call it leaves all to that one.
+    calls them from Python, compiled by the C compiler, 3 s more; those of rls take 21 s. Within another such call it
+    leaves all to that one.
     """
     if INTERPRETED or getattr(_stage, "at", None) or not hasattr(triton, "AsyncCompileMode"):
         return run(*inputs, **options)
@@ -62,7 +63,9 @@ def compiled_together(run: Callable[..., Any], *inputs: Any, **options: Any) -> 
             with triton.AsyncCompileMode(pool, ignore_errors=True):
                 with contextlib.suppress(Exception):
                     run(*inputs, **options)
-                loaded = {id(kernel): _load(kernel) for kernel in _as_compiled(_stage.found.values())}
+                kernels = {id(kernel): kernel for kernel in _stage.found.values()}
+                list(pool.map(prepare, kernels.values()))
+                loaded = {name: load(kernel) for name, kernel in kernels.items()}
             _compiled.update({key: loaded[id(kernel)] for key, kernel in _stage.found.items()})
         _stage.at = None
         return run(*inputs, **options)
@@ -73,28 +76,6 @@ def compiled_together(run: Callable[..., Any], *inputs: Any, **options: Any) -> 
 def rehearses() -> bool:
     """Whether this thread only looks for kernels: nothing is launched, and no result is filled."""
     return getattr(_stage, "at", None) == "rehearsing"
-
-
-_loading = threading.Lock()
-"""Held while a kernel is loaded. What calls a kernel is a C extension, and Triton gives all of them one name. Where
-Python loads one for the second time, it fills the module that bears the name at the moment: of two loads at a time
-one could find the other's function there, and would call its kernel by it for good."""
-
-
-def _as_compiled(kernels: Iterable[Any]) -> Iterator[Any]:
-    """The kernels, each as soon as it is compiled, and each once."""
-    once = {id(kernel): kernel for kernel in kernels}.values()
-    futures = {getattr(kernel, "future", None): kernel for kernel in once}
-    yield from (kernel for kernel in once if getattr(kernel, "future", None) is None)
-    yield from (futures[future] for future in as_completed(future for future in futures if future is not None))
-
-
-def _load(kernel: Any) -> Any:
-    """The kernel once it is compiled, on the GPU, and with what calls it: Triton leaves both to the first launch."""
-    compiled = getattr(kernel, "result", lambda: kernel)()
-    with _loading:
-        compiled.run  # noqa: B018 - a property that loads
-    return compiled
 
 
 def launch(
@@ -142,5 +123,5 @@ def launch(
     if rehearses():
         _stage.found[tuple(key)] = function.warmup(*arguments, grid=grid, **sizes, **options)
     else:
-        with _loading:
+        with alone():
             _compiled[tuple(key)] = function[grid](*arguments, **sizes, **options)

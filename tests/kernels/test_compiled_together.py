@@ -6,9 +6,6 @@ There is no GPU here: what Triton would do is recorded instead.
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -88,69 +85,6 @@ def test_a_kernel_is_compiled_once_fusing_and_once_not(on_a_gpu) -> None:
     for fused in (True, False, True, False):
         launch(kernel, (2,), x, SIZE=1, num_warps=4, fused=fused)
     assert asked == [True, False]
-
-
-def test_a_kernel_is_loaded_as_soon_as_it_is_compiled(on_a_gpu) -> None:
-    log: list[str] = []
-    loaded = threading.Event()
-
-    class Compiling(Kernel):
-        def warmup(self, *arguments, **options):
-            self.future = ThreadPoolExecutor(1).submit(loaded.wait, 10)
-            return super().warmup(*arguments, **options)
-
-        def result(self):
-            assert self.future.result()  # or the other one was not loaded while this one compiled
-            return self
-
-    class Compiled(Kernel):
-        @property
-        def run(self):
-            loaded.set()
-            return super().run
-
-    slow, quick, x = Compiling("slow", log), Compiled("quick", log), torch.zeros(4)
-    compiled_together(launches, [slow, quick], x)
-    assert log == ["compile slow", "compile quick", "load quick", "load slow", "launch slow", "launch quick"]
-
-
-def test_kernels_are_loaded_one_at_a_time(on_a_gpu) -> None:
-    """Triton 3.6 can mix up what calls two of them otherwise, for good."""
-    inside, most = [0], [0]
-
-    class Slow(Kernel):
-        def load(self):
-            inside[0] += 1
-            most[0] = max(most[0], inside[0])
-            time.sleep(0.005)
-            inside[0] -= 1
-
-        run = property(load)
-
-        def __getitem__(self, grid):
-            first_launch = super().__getitem__(grid)
-            if len(grid) == 3:  # of a kernel that is loaded
-                return first_launch
-
-            def loading(*arguments, **options):
-                self.load()
-                return first_launch(*arguments, **options)
-
-            return loading
-
-    x, start = torch.zeros(4), threading.Barrier(6)
-
-    def caller(together: bool) -> None:
-        kernels = [Slow(str(i), []) for i in range(5)]
-        start.wait()
-        if together:
-            compiled_together(launches, kernels, x)
-        else:
-            launches(kernels, x)
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(caller, [True, False] * 3))
-    assert most == [1]
 
 
 def test_only_what_is_missing_is_compiled(on_a_gpu) -> None:
