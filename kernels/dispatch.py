@@ -48,10 +48,9 @@ def why_not_triton(operator: str, tensor: Tensor) -> str | None:
     if tensor.is_cuda:
         if torch.cuda.get_device_capability(tensor.device) < (8, 0):
             return "the GPU is older than compute capability 8.0"
-        return None
-    if triton_interpreted():
-        return None
-    return f"the tensors are on {tensor.device.type}, not on a GPU"
+    elif not triton_interpreted():
+        return f"the tensors are on {tensor.device.type}, not on a GPU"
+    return "its kernels have no float64" if tensor.dtype == torch.float64 else None
 
 
 def resolve(operator: str, impl: str | Impl, tensor: Tensor) -> str:

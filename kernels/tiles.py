@@ -11,7 +11,6 @@ from functools import lru_cache
 
 import torch
 import triton.language as tl
-from torch import Tensor
 
 INTERPRETED_MULTIPROCESSORS = 4
 EXACT_CHUNK = 32  # of 64 tokens, float32 kernels spill up to 1.6 kB a thread, and take twice as long to compile
@@ -103,8 +102,3 @@ def split_time(
     chunks = -(-tokens // C)
     length = 1 if short else max(1, -(-chunks * sequences // (per_unit * multiprocessors(device))))
     return chunks, length, -(-chunks // length)
-
-
-def refuse_float64(operator: str, *tensors: Tensor) -> None:
-    if any(tensor.dtype == torch.float64 for tensor in tensors):
-        raise ValueError(f"impl='triton' of {operator} has no float64; use impl='chunk' for float64 inputs")

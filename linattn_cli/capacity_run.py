@@ -155,7 +155,8 @@ def _begin(doc: Document, config: RunConfig, request: Request) -> torch.device:
         )
     doc.config = config
     doc.memory_hint = "lower --workers, --streams, the batch size, the sequence length or d_model"
-    doc.begin(device=device, dtype=config.train.dtype, impl=environment.resolve_impl(config.model.impl, device))
+    dtype = config.train.dtype
+    doc.begin(device=device, dtype=dtype, impl=environment.resolve_impl(config.model.impl, device, dtype))
     return device
 
 

@@ -55,17 +55,20 @@ def can_record(model: nn.Module, device: torch.device) -> bool:
 def _asks_nothing(mixer: Mixer, device: torch.device) -> bool:
     if not type(mixer).__module__.startswith("linattn_cli.layers."):
         return False
-    return _fused(mixer.impl, isinstance(mixer, Softmax), device)
+    dtype = str(next(mixer.parameters()).dtype).removeprefix("torch.")
+    return _fused(mixer.impl, isinstance(mixer, Softmax), device, dtype)
 
 
-def _fused(impl: str, softmax: bool, device: torch.device) -> bool:
-    return impl in ("auto", "chunk") if softmax else resolve_impl(impl, device) == "triton"
+def _fused(impl: str, softmax: bool, device: torch.device, dtype: str) -> bool:
+    return impl in ("auto", "chunk") if softmax else resolve_impl(impl, device, dtype) == "triton"
 
 
 def will_record(config: RunConfig, device: torch.device) -> bool:
     """`can_record` of a run whose model is not built yet, on a GPU; code of the user's own does not count."""
-    model = config.model
-    return config.train.cuda_graph and not is_own(model.name) and _fused(model.impl, model.name == "softmax", device)
+    model, train = config.model, config.train
+    return (
+        train.cuda_graph and not is_own(model.name) and _fused(model.impl, model.name == "softmax", device, train.dtype)
+    )
 
 
 @contextlib.contextmanager

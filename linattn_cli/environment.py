@@ -115,8 +115,8 @@ def resolve_dtype(name: str, device: torch.device | None = None) -> torch.dtype:
     return getattr(torch, name)
 
 
-def resolve_impl(impl: str, device: torch.device) -> str:
-    """The implementation that `impl` means on a device; names joined by `/` where the operators differ.
+def resolve_impl(impl: str, device: torch.device, dtype: str = "float32") -> str:
+    """The implementation that `impl` means on a device for this dtype; names joined by `/` where the operators differ.
 
     `CliError` (exit 3) where triton was asked for and cannot run.
 
@@ -131,7 +131,7 @@ def resolve_impl(impl: str, device: torch.device) -> str:
 
     if impl not in ("auto", "triton"):
         return impl
-    probe = torch.empty(0, device=device)
+    probe = torch.empty(0, device=device, dtype=getattr(torch, dtype))
     if impl == "triton":
         for operator in PRIMITIVES:
             if (reason := dispatch.why_not_triton(operator, probe)) is not None:

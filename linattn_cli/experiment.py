@@ -280,7 +280,7 @@ def impl_of(config: RunConfig, device: torch.device) -> str:
 
     if own_mixer.is_own(config.model.name) and not own_mixer.find_mixer(config.model.name).impls:
         return "own code"
-    return environment.resolve_impl(config.model.impl, device)
+    return environment.resolve_impl(config.model.impl, device, config.train.dtype)
 
 
 def say_what_is_absent(name: str, doc: Document) -> None:

@@ -160,11 +160,7 @@ def _resolved_impl(config: RunConfig, device: Any) -> str:
     from linattn_cli import environment
 
     impl = config.model.impl
-    if impl in ("auto", "triton") and config.train.dtype == "float64":
-        if impl == "triton":
-            raise CliError("--impl triton has no float64", hint="use --impl chunk, or --dtype float32")
-        return "chunk"
-    found = environment.resolve_impl(impl, device)
+    found = environment.resolve_impl(impl, device, config.train.dtype)
     return impl if "/" in found else found
 
 

@@ -30,7 +30,6 @@ from linattn_cli.kernels.tiles import (
     ceil_div,
     choose_blocks,
     padded,
-    refuse_float64,
     short_chunks,
     split_time,
 )
@@ -291,7 +290,6 @@ def delta_scan_triton(
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`delta_scan` on a GPU; see its docstring for the recurrence and shapes."""
-    refuse_float64("delta_scan", q, p, a, v)
     inputs = (q, p, a, v, log_decay, initial_state)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     o, final, residual, *_ = _operator(*inputs, reverse, chunk_size or 0, save, save or return_residual)

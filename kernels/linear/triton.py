@@ -16,7 +16,7 @@ from torch import Tensor
 from linattn_cli.kernels.edges_triton import edge_products, edge_states, leaving_states, segment_cumsum
 from linattn_cli.kernels.launch import kernel, launch
 from linattn_cli.kernels.operator_triton import Operator
-from linattn_cli.kernels.tiles import LONG, ceil_div, choose_blocks, four_warps, refuse_float64, split_time
+from linattn_cli.kernels.tiles import LONG, ceil_div, choose_blocks, four_warps, split_time
 from linattn_cli.kernels.triton_common import (
     dot,
     edge_decay,
@@ -245,6 +245,5 @@ def linear_scan_triton(
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor]:
     """`linear_scan` on a GPU; see its docstring for the recurrence and shapes."""
-    refuse_float64("linear_scan", q, k, v)
     o, final, _ = _operator(q, k, v, log_decay, initial_state, exclusive, reverse, chunk_size or 0)
     return o, final

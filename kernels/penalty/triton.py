@@ -33,7 +33,6 @@ from linattn_cli.kernels.tiles import (
     four_warps,
     multiprocessors,
     padded,
-    refuse_float64,
     short_chunks,
     split_time,
 )
@@ -278,7 +277,6 @@ def penalty_gain_triton(
     The gradient of a carried state flows through its mass: the inverse beside it is a function of the mass. A
     short call starts from that inverse; any other takes it anew, and returns one just taken.
     """
-    refuse_float64("penalty_gain", u, k)
     mass, inverse, age = carried(initial_state, u, lambda0)
     x, mass, inverse, *_ = _operator(u, k, mass, inverse, float(lambda0), chunk_size or 0)
     return x, PenaltyState(mass, inverse, age)

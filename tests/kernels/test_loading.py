@@ -1,4 +1,7 @@
-"""What calls the kernels is prepared side by side and imported one at a time; there is no GPU and no C compiler here."""
+"""What calls the kernels is prepared side by side and imported one at a time.
+
+There is no GPU and no C compiler here: what they would do is recorded instead.
+"""
 
 from __future__ import annotations
 

@@ -279,6 +279,21 @@ def test_the_resolved_implementation_is_recorded():
     assert call(case, case.tensors, "reference").impl == "reference"
 
 
+@pytest.mark.parametrize(("dtype", "impl"), [(torch.float32, "triton"), (torch.float64, "chunk")], ids=str)
+def test_auto_on_a_gpu_is_triton_where_its_kernels_have_the_dtype(monkeypatch, dtype, impl):
+    pytest.importorskip("triton", reason="triton has no wheel for this system")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    assert dispatch.resolve("linear_scan", "auto", torch.empty(0, dtype=dtype)) == impl
+
+
+def test_float64_is_refused_where_triton_is_asked_for(monkeypatch):
+    monkeypatch.setattr(dispatch, "triton_interpreted", lambda: True)
+    pytest.importorskip("triton", reason="triton has no wheel for this system")
+    with pytest.raises(ValueError, match="no float64; use impl='chunk'"):
+        dispatch.resolve("penalty_gain", "triton", torch.empty(0, dtype=torch.float64))
+
+
 def test_an_override_is_only_felt_inside_its_block():
     case = make("linear_scan", 5)
     q, k, v = (case.tensors[n] for n in "qkv")
