@@ -287,7 +287,7 @@ def test_models_built_in_threads_have_the_weights_of_their_seeds():
 
 
 def test_streams_are_for_cells_that_are_recorded_on_a_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr("linattn_cli.cuda_graph.resolve_impl", lambda impl, device: impl.replace("auto", "triton"))
+    monkeypatch.setattr("linattn_cli.cuda_graph.resolve_impl", lambda impl, *_: impl.replace("auto", "triton"))
     gpu = torch.device("cuda", 0)
     grid = cells(models=["softmax", "linear", "vla"])
     lines = []

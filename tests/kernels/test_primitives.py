@@ -287,13 +287,6 @@ def test_auto_on_a_gpu_is_triton_where_its_kernels_have_the_dtype(monkeypatch, d
     assert dispatch.resolve("linear_scan", "auto", torch.empty(0, dtype=dtype)) == impl
 
 
-def test_float64_is_refused_where_triton_is_asked_for(monkeypatch):
-    monkeypatch.setattr(dispatch, "triton_interpreted", lambda: True)
-    pytest.importorskip("triton", reason="triton has no wheel for this system")
-    with pytest.raises(ValueError, match="no float64; use impl='chunk'"):
-        dispatch.resolve("penalty_gain", "triton", torch.empty(0, dtype=torch.float64))
-
-
 def test_an_override_is_only_felt_inside_its_block():
     case = make("linear_scan", 5)
     q, k, v = (case.tensors[n] for n in "qkv")

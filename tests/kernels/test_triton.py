@@ -6,6 +6,9 @@ The interpreter is slow, so shapes are small; chunks of 16 give several chunks a
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +20,13 @@ pytest.importorskip("triton", reason="triton has no wheel for this system")  # i
 with pytest.MonkeyPatch.context() as patch:
     if not GPU:
         patch.setenv("TRITON_INTERPRET", "1")
+    from linattn_cli.kernels.delta.api import delta_scan
     from linattn_cli.kernels.delta.reference import delta_scan_reference
     from linattn_cli.kernels.delta.triton import _delta_scan, delta_scan_triton
+    from linattn_cli.kernels.linear.api import linear_scan
     from linattn_cli.kernels.linear.reference import linear_scan_reference
     from linattn_cli.kernels.linear.triton import _linear_scan, linear_scan_triton
+    from linattn_cli.kernels.penalty.api import penalty_gain
     from linattn_cli.kernels.penalty.reference import penalty_gain_reference
     from linattn_cli.kernels.penalty.triton import _penalty_gain, penalty_gain_triton
     from linattn_cli.kernels.ratio_triton import _ratio_readout, ratio_readout_triton
@@ -272,14 +278,13 @@ def test_two_runs_give_the_same_bits_and_layouts_do_not_matter(operator: str) ->
         assert torch.equal(x, second[name]), name
 
 
-@pytest.mark.parametrize("operator", ["linear", "delta", "penalty"])
-def test_float64_is_refused_with_the_remedy(operator: str) -> None:
+@pytest.mark.parametrize(
+    ("scan", "count"), [(linear_scan, 3), (delta_scan, 4), (partial(penalty_gain, lambda0=1.0), 2)]
+)
+def test_float64_is_refused_with_the_remedy(scan: Callable[..., Any], count: int) -> None:
     x = torch.zeros(1, 2, 1, 4, dtype=torch.float64, device=DEVICE)
-    flags = {"lambda0": 1.0} if operator == "penalty" else {"log_decay": None, "reverse": False}
-    flags |= {"linear": {"exclusive": False}, "delta": {"return_residual": False}, "penalty": {}}[operator]
-    count = len(OPERATORS[operator][2])
-    with pytest.raises(ValueError, match="use impl='chunk'"):
-        OPERATORS[operator][0](*[x] * count, initial_state=None, chunk_size=None, **flags)
+    with pytest.raises(ValueError, match="its kernels have no float64; use impl='chunk'"):
+        scan(*[x] * count, impl="triton")
 
 
 @pytest.mark.parametrize("unit", [False, True])
