@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 
 import pytest
 
 from linattn_cli.threads import share_the_cores
 
 share_the_cores()
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a run in the background; the commands under test inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch  # noqa: E402 - OpenMP reads its settings when torch is imported
 

@@ -96,11 +96,6 @@ WAIT = """
 """
 
 
-def _heed_interrupts() -> None:
-    """A test run in the background may have been started with SIGINT ignored, which children inherit."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.mark.parametrize(
     ("number", "code", "status"), [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interrupted")]
 )
@@ -110,7 +105,6 @@ def test_signals_let_the_command_save_and_leave_with_their_code(number, code, st
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=_heed_interrupts,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
