@@ -14,6 +14,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from triton.runtime import driver
+
 _turn = threading.Condition()
 _preparing = 0
 
@@ -41,14 +43,13 @@ def alone() -> Iterator[None]:
 
 def prepare(kernel: Any) -> None:
     """Have what calls a kernel compiled, as soon as the kernel is; nothing where that is done, or fails."""
-    from triton.runtime import driver
-
     future = getattr(kernel, "future", None)
+    if future is None:
+        return
     with contextlib.suppress(Exception):  # a fault of the compiler's comes again where the kernel is loaded
-        if future is not None:
-            compiled = future.result()
-            with _beside_others():
-                driver.active.launcher_cls(compiled.src, compiled.metadata)
+        compiled = future.result()
+        with _beside_others():
+            driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
 def load(kernel: Any) -> Any:

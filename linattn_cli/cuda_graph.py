@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from linattn_cli.compare import name_of
 from linattn_cli.environment import resolve_impl
 from linattn_cli.layers.base import Mixer
 from linattn_cli.layers.softmax import Softmax
@@ -55,8 +56,7 @@ def can_record(model: nn.Module, device: torch.device) -> bool:
 def _asks_nothing(mixer: Mixer, device: torch.device) -> bool:
     if not type(mixer).__module__.startswith("linattn_cli.layers."):
         return False
-    dtype = str(next(mixer.parameters()).dtype).removeprefix("torch.")
-    return _fused(mixer.impl, isinstance(mixer, Softmax), device, dtype)
+    return _fused(mixer.impl, isinstance(mixer, Softmax), device, name_of(next(mixer.parameters()).dtype))
 
 
 def _fused(impl: str, softmax: bool, device: torch.device, dtype: str) -> bool:

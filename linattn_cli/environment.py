@@ -131,7 +131,7 @@ def resolve_impl(impl: str, device: torch.device, dtype: str = "float32") -> str
 
     if impl not in ("auto", "triton"):
         return impl
-    probe = torch.empty(0, device=device, dtype=getattr(torch, dtype))
+    probe = torch.empty(0, device=device, dtype=resolve_dtype(dtype))
     if impl == "triton":
         for operator in PRIMITIVES:
             if (reason := dispatch.why_not_triton(operator, probe)) is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from linattn_cli import output
+from linattn_cli.compare import name_of
 from linattn_cli.crossover import Crossover, sentence
 from linattn_cli.latency_bench import FAILED, NO_MEMORY, OK, Bench, Plan, Row
 from linattn_cli.latency_cases import SOFTMAX, Arm, Setting, arms
@@ -79,8 +80,8 @@ def describe(setting: Setting) -> str:
     >>> describe(Setting(1, 4, 64, torch.float32, torch.device("cpu"), "train"))
     'train, B=1 H=4 d=64, float32, cpu'
     """
-    dtype = str(setting.dtype).removeprefix("torch.")
-    return f"{setting.mode}, B={setting.batch} H={setting.heads} d={setting.d_head}, {dtype}, {setting.device}"
+    sizes = f"B={setting.batch} H={setting.heads} d={setting.d_head}"
+    return f"{setting.mode}, {sizes}, {name_of(setting.dtype)}, {setting.device}"
 
 
 def _as_mapping(found: Crossover, said: str) -> dict[str, Any]:

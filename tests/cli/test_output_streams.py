@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import pty
 import re
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import textwrap
 import time
 
 import pytest
+
+from tests.cli.terminal import at_terminal
 
 
 def python(code: str, *, tail: str = "", **options) -> subprocess.CompletedProcess:
@@ -25,32 +22,6 @@ def python(code: str, *, tail: str = "", **options) -> subprocess.CompletedProce
     if tail:
         command = ["bash", "-c", f'set -o pipefail; "$0" -c "$1" | {tail}', sys.executable, script]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
-
-
-def at_terminal(code: str, columns: int = 60, **env: str) -> str:
-    """What code prints when its stdout and stderr are a terminal."""
-    main, sub = pty.openpty()
-    fcntl.ioctl(sub, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        stdout=sub,
-        stderr=sub,
-        stdin=sub,
-        env={**{k: v for k, v in os.environ.items() if k != "COLUMNS"}, "TERM": "xterm", **env},
-    )
-    os.close(sub)
-    chunks = []
-    while True:
-        try:
-            chunk = os.read(main, 65536)
-        except OSError:  # EIO: how Linux says that the other end was closed
-            break
-        if not chunk:
-            break
-        chunks.append(chunk)
-    os.close(main)
-    assert process.wait(timeout=60) == 0
-    return b"".join(chunks).decode()
 
 
 def test_a_closed_pipe_is_silent():

@@ -1,17 +1,10 @@
 """The time left, where the steps of some work are not equally long."""
 
-import fcntl
-import os
-import pty
-import struct
-import subprocess
-import sys
-import termios
-
 import pytest
 
 from linattn_cli import progress
 from linattn_cli.progress import Progress
+from tests.cli.terminal import at_terminal
 
 
 @pytest.fixture
@@ -54,18 +47,5 @@ def test_a_bar_at_a_terminal_shows_the_weighed_time():
         "    bar.update(1, worked=25.0)\n"
         "    time.sleep(0.2)\n"
     )
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    done = subprocess.Popen([sys.executable, "-c", script], stderr=theirs)
-    os.close(theirs)
-    shown = b""
-    while True:
-        try:
-            part = os.read(ours, 4096)
-        except OSError:
-            break
-        if not part:
-            break
-        shown += part
-    assert done.wait() == 0
-    assert b"1/10 [00:01<00:0" in shown, shown  # 3 or 4 s; by the count of cells it would be 11
+    shown = at_terminal(script, columns=100)
+    assert "1/10 [00:01<00:0" in shown, shown  # 3 or 4 s; by the count of cells it would be 11

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from linattn_cli.compare import budget, compare
+from tests.kernels.on_triton import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SYMMETRIC = ("mass", "inverse")
 
 

@@ -15,18 +15,17 @@ from torch import Tensor
 
 from linattn_cli.compare import Scale, budget, compare
 from linattn_cli.kernels import dispatch
+from tests.kernels.on_triton import GPU, kernels_imported
 
 interpreter = pytest.importorskip("triton.runtime.interpreter", reason="triton has no wheel for this system")
-with pytest.MonkeyPatch.context() as patch:
-    if not torch.cuda.is_available():
-        patch.setenv("TRITON_INTERPRET", "1")
+with kernels_imported():
     from linattn_cli.kernels.forms.ahla import ahla
     from linattn_cli.kernels.forms.hla2 import hla2
     from linattn_cli.kernels.forms.hla3 import hla3
     from linattn_cli.kernels.forms.linear import linear_attention
     from linattn_cli.kernels.linear.triton import linear_scan_triton
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has bfloat16 itself: linattn verify-scan")
+pytestmark = pytest.mark.skipif(GPU, reason="a GPU has bfloat16 itself: linattn verify-scan")
 HALF = torch.bfloat16
 TOKENS = 97
 

@@ -5,15 +5,15 @@ There is no GPU here: what Triton would do is recorded instead.
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 
 from linattn_cli.kernels import dispatch
-from linattn_cli.kernels import launch as launching
-from linattn_cli.kernels.launch import compiled_together, launch
-from linattn_cli.kernels.operator_triton import Operator
+from tests.kernels.on_triton import kernels_imported
+
+with kernels_imported():
+    from linattn_cli.kernels.launch import compiled_together, launch
+    from linattn_cli.kernels.operator_triton import Operator
 
 
 class Kernel:
@@ -42,14 +42,6 @@ class Kernel:
             return {(*grid, 1, 1)[:3]: lambda *_: self.log.append(f"launch {self.name}")}
 
         return first_launch
-
-
-@pytest.fixture
-def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(launching, "INTERPRETED", False)
-    monkeypatch.setattr(launching, "_compiled", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU tensor's device
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
 
 
 def launches(kernels, x, size=1):

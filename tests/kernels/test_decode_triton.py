@@ -16,16 +16,12 @@ from linattn_cli.compare import budget, compare
 from linattn_cli.kernels.registry import MIXERS, Mixer
 from linattn_cli.kernels.types import PenaltyState, state_tensors
 from linattn_cli.verify_mixers import _tensor_names, form_of, option_sets
+from tests.kernels.on_triton import DEVICE, GPU, kernels_imported
 
-GPU = torch.cuda.is_available()
-pytest.importorskip("triton", reason="triton has no wheel for this system")  # imported by conftest.py
-with pytest.MonkeyPatch.context() as patch:
-    if not GPU:
-        patch.setenv("TRITON_INTERPRET", "1")
+with kernels_imported():
     from linattn_cli.kernels import decode_hla_triton, decode_triton
     from linattn_cli.kernels.forms import decode
 
-DEVICE = "cuda" if GPU else "cpu"
 DECODED = {name: mixer for name, mixer in MIXERS.items() if "triton" in mixer.impls}
 WITH_A_PENALTY = ("vla", "rls", "mesa")
 Options = dict[str, object]

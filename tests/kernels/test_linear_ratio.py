@@ -8,13 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.fused_operator import DEVICE, check_outputs, count_calls, normals, with_gradients
+from tests.kernels.fused_operator import check_outputs, count_calls, normals, with_gradients
+from tests.kernels.on_triton import DEVICE, kernels_imported
 
-GPU = torch.cuda.is_available()
-pytest.importorskip("triton", reason="triton has no wheel for this system")  # imported by conftest.py
-with pytest.MonkeyPatch.context() as patch:
-    if not GPU:
-        patch.setenv("TRITON_INTERPRET", "1")
+with kernels_imported():
     from linattn_cli.kernels import linear_ratio_triton
     from linattn_cli.kernels.forms.linear import LinearState, linear_attention
 

@@ -14,9 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from linattn_cli.kernels import launch as launching
-from linattn_cli.kernels import loading
-from linattn_cli.kernels.launch import compiled_together, launch
+from tests.kernels.on_triton import kernels_imported
+
+with kernels_imported():
+    from linattn_cli.kernels import loading
+    from linattn_cli.kernels.launch import compiled_together, launch
 
 WAIT = 10  # seconds, for what takes none
 
@@ -74,22 +76,18 @@ class Compiling:
 
 @pytest.fixture
 def watch(monkeypatch) -> Watch:
-    runtime = pytest.importorskip("triton.runtime", reason="triton has no wheel for this system")
     watch = Watch()
 
     def launcher(*_):
         with watch.doing("preparing"):
             pass
 
-    monkeypatch.setattr(type(runtime.driver), "active", SimpleNamespace(launcher_cls=launcher))
+    monkeypatch.setattr(type(loading.driver), "active", SimpleNamespace(launcher_cls=launcher))
     return watch
 
 
-def test_imports_that_are_used_are_alone(watch, monkeypatch) -> None:
+def test_imports_that_are_used_are_alone(watch, on_a_gpu) -> None:
     """Six threads with kernels of their own, half of which compile them together."""
-    monkeypatch.setattr(launching, "INTERPRETED", False)
-    monkeypatch.setattr(launching, "_compiled", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU tensor's device
     x, start = torch.zeros(4), threading.Barrier(6)
 
     def launches(kernels):
@@ -111,10 +109,8 @@ def test_imports_that_are_used_are_alone(watch, monkeypatch) -> None:
 
 
 def test_c_compilers_run_side_by_side(watch, monkeypatch) -> None:
-    from triton.runtime import driver
-
     both = threading.Barrier(2)
-    monkeypatch.setattr(driver.active, "launcher_cls", lambda *_: both.wait(WAIT))
+    monkeypatch.setattr(loading.driver.active, "launcher_cls", lambda *_: both.wait(WAIT))
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(loading.prepare, [Compiling(watch), Compiling(watch)]))
     assert not both.broken

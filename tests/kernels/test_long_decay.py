@@ -7,18 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
-GPU = torch.cuda.is_available()
-pytest.importorskip("triton", reason="triton has no wheel for this system")  # imported by conftest.py
-with pytest.MonkeyPatch.context() as patch:
-    if not GPU:
-        patch.setenv("TRITON_INTERPRET", "1")
+from tests.kernels.on_triton import DEVICE, EPS, kernels_imported
+
+with kernels_imported():
     from linattn_cli.kernels.delta.reference import delta_scan_reference
     from linattn_cli.kernels.delta.triton import delta_scan_triton
     from linattn_cli.kernels.linear.reference import linear_scan_reference
     from linattn_cli.kernels.linear.triton import linear_scan_triton
 
-DEVICE = "cuda" if GPU else "cpu"
-EPS = torch.finfo(torch.float32).eps
 SCANS = {"linear": (linear_scan_reference, linear_scan_triton), "delta": (delta_scan_reference, delta_scan_triton)}
 
 

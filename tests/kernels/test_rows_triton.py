@@ -6,16 +6,12 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-GPU = torch.cuda.is_available()
-pytest.importorskip("triton", reason="triton has no wheel for this system")  # imported by conftest.py
-with pytest.MonkeyPatch.context() as patch:
-    if not GPU:
-        patch.setenv("TRITON_INTERPRET", "1")
+from tests.kernels.on_triton import DEVICE, EPS, kernels_imported
+
+with kernels_imported():
     from linattn_cli.kernels.ratio_triton import ratio_readout_triton
     from linattn_cli.kernels.rows_triton import features_triton
 
-DEVICE = "cuda" if GPU else "cpu"
-EPS = torch.finfo(torch.float32).eps
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

@@ -15,16 +15,15 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from linattn_cli.compare import compare
+from tests.kernels.on_triton import GPU, kernels_imported
 
 interpreter = pytest.importorskip("triton.runtime.interpreter", reason="triton has no wheel for this system")
-with pytest.MonkeyPatch.context() as patch:
-    if not torch.cuda.is_available():
-        patch.setenv("TRITON_INTERPRET", "1")
+with kernels_imported():
     from linattn_cli.kernels import triton_common
     from linattn_cli.kernels.delta import triton_forward
     from linattn_cli.kernels.delta.api import delta_scan
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU shows it itself: linattn verify-scan")
+pytestmark = pytest.mark.skipif(GPU, reason="a GPU shows it itself: linattn verify-scan")
 TOKENS = 2048
 
 

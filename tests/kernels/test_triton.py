@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-GPU = torch.cuda.is_available()
-pytest.importorskip("triton", reason="triton has no wheel for this system")  # imported by conftest.py
-with pytest.MonkeyPatch.context() as patch:
-    if not GPU:
-        patch.setenv("TRITON_INTERPRET", "1")
+from tests.kernels.on_triton import DEVICE, EPS, kernels_imported
+
+with kernels_imported():
     from linattn_cli.kernels.delta.api import delta_scan
     from linattn_cli.kernels.delta.reference import delta_scan_reference
     from linattn_cli.kernels.delta.triton import _delta_scan, delta_scan_triton
@@ -33,8 +31,6 @@ with pytest.MonkeyPatch.context() as patch:
     from linattn_cli.kernels.rows_triton import _features
     from linattn_cli.kernels.types import PenaltyState
 
-DEVICE = "cuda" if GPU else "cpu"
-EPS = torch.finfo(torch.float32).eps
 OPERATORS = {
     "linear": (linear_scan_triton, linear_scan_reference, ("q", "k", "v")),
     "delta": (delta_scan_triton, delta_scan_reference, ("q", "p", "a", "v")),
