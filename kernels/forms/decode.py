@@ -65,7 +65,7 @@ def decodes(
     """
     tensors = [x for x in inputs if x is not None]
     first = tensors[0]
-    if state is None or mask is not None or first.dim() != 4 or first.shape[1] != 1:
+    if state is None or mask is not None or first.dim() != 4 or first.shape[1] != 1 or first.dtype == torch.float64:
         return False
     if Impl.parse(impl) not in (Impl.AUTO, Impl.TRITON):
         return False

@@ -54,7 +54,7 @@ def one_pass(impl: str | Impl, x: Tensor) -> bool:
 
     In eager PyTorch it takes longer than they do.
     """
-    if Impl.parse(impl) not in (Impl.AUTO, Impl.TRITON):
+    if Impl.parse(impl) not in (Impl.AUTO, Impl.TRITON) or x.dtype == torch.float64:
         return False
     return dispatch.resolve("linear_scan", impl, x) == "triton"
 
