@@ -326,6 +326,9 @@ class database_errors:
             hint, code, what = "free some space, then continue with --resume", 4, "disk"
         elif "locked" in text:
             hint, code, what = "close the program that reads it", 2, "in_use"
+        elif "readonly" in text:
+            # Reading needs no writing, but for undoing what a killed process left half written.
+            hint, code, what = "a write was cut off: copy the folder to where it can be written", 2, "file"
         else:
             hint, code, what = "restore it from a copy, or start again with another --out", 2, "file"
         raise CliError(f"{self.path}: {text}", hint=hint, exit_code=code, kind=what) from error

@@ -12,6 +12,7 @@ from linattn_cli.capacity_cell import crashed
 from linattn_cli.capacity_store import COLUMNS, DATABASE, SweepFolder, cell_of
 from linattn_cli.output import CliError
 from linattn_cli.settings import RunConfig, SweepConfig
+from tests.sweep_cells import cells, cut_off_a_write
 
 CONFIG = RunConfig(sweep=SweepConfig(n_pairs=[2, 4], seeds=[0, 1]))
 FINISHED = {"accuracy": 0.5, "validation_accuracy": 0.6, "steps": 3, "parameters": 9, "unknown_figure": 1}
@@ -100,6 +101,16 @@ def test_a_reader_that_does_not_let_go_is_waited_for(tmp_path, monkeypatch, caps
             timer.join()
         assert next(row["status"] for row in folder.rows()) == "finished"
     assert "database is locked: waiting; close the program that reads it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("begin", [SweepFolder.look, SweepFolder.resume])
+def test_a_write_that_was_cut_off_is_undone(folder, begin):
+    folder.record(folder.missing()[0], outcome(), attempts=1, env={})
+    folder.close()
+    before = cells(folder.path)
+    cut_off_a_write(folder.path)
+    with begin(folder.path) as again:
+        assert again.rows() == before
 
 
 def test_a_second_process_is_refused(folder):

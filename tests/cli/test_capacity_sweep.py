@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from linattn_cli.app import main
-from linattn_cli.capacity_store import TIMING
+from tests.sweep_cells import cells, measured
 
 BASE = [
     *("--set", "model.d_model=16", "--set", "model.heads=2", "--set", "model.ffn=16", "--d-heads", "8"),
@@ -86,17 +86,6 @@ def finished(tmp_path_factory):
     return path, json.loads(out), err
 
 
-def database(path):
-    with sqlite3.connect(f"file:{path / 'sweep.sqlite'}?mode=ro", uri=True, timeout=30) as connection:
-        connection.row_factory = sqlite3.Row
-        return [dict(row) for row in connection.execute("SELECT * FROM cells ORDER BY rowid")]
-
-
-def measured(rows):
-    """What must repeat: everything but the clock."""
-    return [{name: value for name, value in row.items() if name not in TIMING} for row in rows]
-
-
 def table(document):
     return [
         {name: value for name, value in row.items() if "train_s" not in name} for row in document["summary"]["table"]
@@ -115,7 +104,7 @@ def done(path):
     if not (path / "sweep.sqlite").exists():
         return 0
     try:
-        return sum(row["status"] == "finished" for row in database(path))
+        return sum(row["status"] == "finished" for row in cells(path))
     except sqlite3.OperationalError:
         return 0  # the table is being made
 
@@ -180,7 +169,7 @@ def test_the_table_does_not_depend_on_the_number_of_workers(finished, tmp_path):
     path, document, _ = finished
     code, out, err = sweep(*BASE, *GRID, "--steps", 30, "--workers", 1, "--out", tmp_path / "one", "--json", "--quiet")
     assert (code, err) == (0, "")
-    assert measured(database(tmp_path / "one")) == measured(database(path))
+    assert measured(cells(tmp_path / "one")) == measured(cells(path))
     assert table(json.loads(out)) == table(document)
 
 
@@ -193,13 +182,13 @@ def test_killed_in_the_middle_and_resumed_it_gives_the_same_table(finished, tmp_
     workers = children(process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    kept = {row["key"]: row["finished_at"] for row in database(again) if row["status"] == "finished"}
+    kept = {row["key"]: row["finished_at"] for row in cells(again) if row["status"] == "finished"}
     assert 3 <= len(kept) < 16
     code, out, err = sweep("--resume", "--out", again, "--json")
     assert code == 0, err
     assert f"{16 - len(kept)} of 16 cells to run" in err
-    rows = database(again)
-    assert measured(rows) == measured(database(path))
+    rows = cells(again)
+    assert measured(rows) == measured(cells(path))
     assert table(json.loads(out)) == table(document)
     assert all(row["finished_at"] == kept.get(row["key"], row["finished_at"]) for row in rows), "nothing ran twice"
     assert len(workers) == 2
@@ -229,8 +218,8 @@ def test_a_killed_worker_costs_its_cell_a_retry(tmp_path):
     code, _, err = finish(process)
     assert code == 0, err
     assert "once more: model linear n_pairs 2" in err
-    assert sorted(row["attempts"] for row in database(out)) == [1, 2]
-    assert {row["status"] for row in database(out)} == {"finished"}
+    assert sorted(row["attempts"] for row in cells(out)) == [1, 2]
+    assert {row["status"] for row in cells(out)} == {"finished"}
 
 
 @pytest.mark.slow
@@ -255,10 +244,10 @@ def test_a_resume_may_add_to_the_grid(tmp_path):
     out = tmp_path / "sweep"
     first = [*BASE, "--models", "linear", "--n-pairs", "2", "--steps", "5", "--workers", "1", "--out", str(out)]
     assert sweep(*first)[0] == 0
-    before = database(out)
+    before = cells(out)
     code, text, err = sweep("--resume", "--out", out, "--seeds", "0,1", "--models", "linear,deltanet", "--json")
     assert code == 0, err
-    rows = database(out)
+    rows = cells(out)
     assert rows[0] == before[0], "what was there is kept as it was"
     assert [(row["model"], row["seed"]) for row in rows] == [
         ("linear", 0),
@@ -362,7 +351,7 @@ def test_a_real_ray_with_two_workers_gives_the_same_table(finished, tmp_path):
     code, text, err = sweep(*BASE, *GRID, "--steps", 30, "--ray", "local", "--workers", 2, "--out", out, "--json")
     assert code == 0, err
     assert "2 at a time" in err
-    assert measured(database(out)) == measured(database(path))
+    assert measured(cells(out)) == measured(cells(path))
     assert table(json.loads(text)) == table(document)
 
 

@@ -14,6 +14,7 @@ import pytest
 from linattn_cli.checkpoints import list_steps, load
 from linattn_cli.runs import read_metrics
 from tests.faults.workshop import Workshop, can_mount
+from tests.sweep_cells import cut_off_a_write
 
 pytestmark = pytest.mark.skipif(not can_mount(), reason="needs unshare --mount --map-root-user")
 
@@ -99,6 +100,24 @@ def test_a_disk_that_fills_up_while_sweeping(shop, disk, tmp_path):
     database = sqlite3.connect(copy)
     assert database.execute("SELECT count(*) FROM cells WHERE status = 'finished'").fetchone() == (12,)
     database.close()
+
+
+def test_a_sweep_is_read_where_it_cannot_be_written(shop, disk, tmp_path):
+    path, mount = disk
+    words = ["capacity-sweep", *SMALL, "--models", "linear", "--n-pairs", "1", "--steps", "1", "--workers", "1"]
+    job = shop.run(*words, "--d-heads", "8", "--seeds", "0", "--out", tmp_path / "sweep")
+    assert job.code == 0, job.err
+    mount("-o", "size=4m")
+    shop.sh("cp", "-r", tmp_path / "sweep", path / "whole")
+    cut_off_a_write(tmp_path / "sweep")
+    shop.sh("cp", "-r", tmp_path / "sweep", path / "cut-off")
+    shop.sh("mount", "-o", "remount,ro", path)
+    report = ["capacity-sweep", "--report", "--quiet", "--json", "--out"]
+    job = shop.run(*report, path / "whole")
+    assert job.code == 0, job.err
+    job = shop.run(*report, path / "cut-off")
+    assert job.code == 2, job.err
+    assert "a write was cut off: copy the folder to where it can be written" in error_of(job)["hint"]
 
 
 def test_a_folder_that_cannot_be_written(shop, disk, tmp_path):

@@ -10,17 +10,16 @@ import os
 import random
 import re
 import signal
-import sqlite3
 import time
 from pathlib import Path
 
 import pytest
 
-from linattn_cli.capacity_store import TIMING
 from linattn_cli.checkpoints import list_steps, load
 from linattn_cli.runs import is_locked, read_metrics
 from linattn_cli.training import TIMING_KEYS
 from tests.faults.workshop import Workshop
+from tests.sweep_cells import cells, measured
 
 KILLS = int(os.environ.get("LINATTN_KILLS", "20"))
 
@@ -127,16 +126,6 @@ def test_training_killed_at_every_change_of_the_disk(shop, tmp_path):
         assert job.code == 0, job.err
         finished_like(run, whole)
     assert died > 15, "the moments between two changes were not reached"
-
-
-def cells(path: Path) -> list[dict]:
-    with sqlite3.connect(f"file:{path / 'sweep.sqlite'}?mode=ro", uri=True, timeout=30) as database:
-        database.row_factory = sqlite3.Row
-        return [dict(row) for row in database.execute("SELECT * FROM cells ORDER BY rowid")]
-
-
-def measured(rows: list[dict]) -> list[dict]:
-    return [{name: value for name, value in row.items() if name not in TIMING} for row in rows]
 
 
 @pytest.fixture(scope="module")
