@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, wraps
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linattn_cli.kernels.registry import PRIMITIVES
-from linattn_cli.kernels.types import Impl
+from linattn_cli.kernels.types import DoesNotFit, Impl
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -36,7 +37,7 @@ def triton_interpreted() -> bool:
         return False
     import triton
 
-    return bool(triton.knobs.runtime.interpret) if hasattr(triton, "knobs") else False
+    return bool(triton.knobs.runtime.interpret)
 
 
 def why_not_triton(operator: str, tensor: Tensor) -> str | None:
@@ -84,18 +85,50 @@ def run(operator: str, impl: str, *tensors: Tensor, **options: object) -> Any:
         return load(operator, impl)(*tensors, **options)
 
 
-def compiles_together(form: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Of a form made of several operators, the kernels of all of them compile side by side where they are new."""
+def runs_kernels(form: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Of a form that may run on Triton, where its kernels are new or do not fit.
+
+    Those that are new compile side by side, of all its operators. Where one does not fit the GPU, `auto` means chunk
+    from then on, for these dimensions; triton, asked for by name, is an error.
+    """
 
     @wraps(form)
     def called(*inputs: Parameters.args, **options: Parameters.kwargs) -> Result:
-        if torch.compiler.is_compiling() or not _launches((*inputs, *options.values())):
+        given = (*inputs, *options.values())
+        if torch.compiler.is_compiling() or not _launches(given):
             return form(*inputs, **options)
+        if _fell_back and _place(form, given) in _fell_back and _is_auto(options):
+            return form(*inputs, **{**options, "impl": Impl.CHUNK})  # type: ignore[arg-type]
         from linattn_cli.kernels.launch import compiled_together
 
-        return compiled_together(form, *inputs, **options)
+        try:
+            return compiled_together(form, *inputs, **options)
+        except DoesNotFit as error:
+            if not _is_auto(options):
+                raise DoesNotFit(f"impl triton was asked for, but {error}") from error
+            warnings.warn(f"{form.__name__} runs as impl='chunk': {error}", RuntimeWarning, stacklevel=2)
+            _fell_back.add(_place(form, given))
+            return form(*inputs, **{**options, "impl": Impl.CHUNK})  # type: ignore[arg-type]
 
     return called
+
+
+_fell_back: set[tuple] = set()
+"""Where `auto` has turned to chunk: names of forms with the GPU, dtypes and dimensions of their inputs."""
+
+
+def fell_back() -> bool:
+    """Whether `auto` has turned to chunk on a GPU, somewhere in this process."""
+    return bool(_fell_back)
+
+
+def _place(form: Callable, inputs: Iterable[object]) -> tuple:
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    return form.__name__, tensors[0].device, *((x.dtype, x.shape[-1]) for x in tensors if x.dim() == 4)
+
+
+def _is_auto(options: dict[str, object]) -> bool:
+    return Impl.parse(options.get("impl", Impl.AUTO)) is Impl.AUTO  # type: ignore[arg-type]
 
 
 def _launches(inputs: Iterable[object]) -> bool:

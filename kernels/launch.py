@@ -8,14 +8,18 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from linattn_cli.kernels.dispatch import triton_interpreted
 from linattn_cli.kernels.loading import alone, load, prepare
+from linattn_cli.kernels.types import DoesNotFit
 
 INTERPRETED = triton_interpreted()
 
@@ -43,6 +47,36 @@ _stage = threading.local()
 that the rehearsal asked Triton for, by their keys in `_compiled`."""
 
 
+@dataclass(frozen=True)
+class _Found:
+    """A kernel that Triton compiles meanwhile, and how it was asked to: `compile(**options)`."""
+
+    kernel: Any
+    compile: Callable[..., Any]
+    options: dict[str, Any]
+
+    def load(self) -> Any:
+        return _fitting(lambda **options: load(self.kernel), self.options, otherwise=self._compile_and_load)
+
+    def _compile_and_load(self, **options: Any) -> Any:
+        return load(self.compile(**options))
+
+
+def _fitting(compiled: Callable[..., Any], options: dict[str, Any], otherwise: Callable[..., Any] | None = None) -> Any:
+    """`compiled(**options)`, or with one pipeline stage where more do not fit the shared memory of the GPU.
+
+    An H100 or H200 has 227 KiB a block, an A100 163, most other GPUs 99. On Hopper nothing needs it: there a float32
+    scan with one stage was wrong at random (triton 3.6.0).
+    """
+    try:
+        return compiled(**options)
+    except OutOfResources as error:
+        if options["num_stages"] > 1:
+            return _fitting(otherwise or compiled, {**options, "num_stages": 1})
+        what = error.name.replace("shared memory", "bytes of shared memory")
+        raise DoesNotFit(f"a kernel needs {error.required:,} {what} and the GPU has {error.limit:,}") from error
+
+
 def compiled_together(run: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
     """`run(*inputs, **options)`; kernels that it would have to compile are compiled side by side, in a thread each.
 
@@ -58,19 +92,26 @@ def compiled_together(run: Callable[..., Any], *inputs: Any, **options: Any) -> 
         return run(*inputs, **options)
     except _Missing:
         _stage.at, _stage.found = "rehearsing", {}
-        # What fails here fails again below, unless it was for the results that no launch has filled.
-        with contextlib.suppress(Exception), ThreadPoolExecutor(os.cpu_count()) as pool:
-            with triton.AsyncCompileMode(pool, ignore_errors=True):
-                with contextlib.suppress(Exception):
-                    run(*inputs, **options)
-                kernels = {id(kernel): kernel for kernel in _stage.found.values()}
-                list(pool.map(prepare, kernels.values()))
-                loaded = {name: load(kernel) for name, kernel in kernels.items()}
-            _compiled.update({key: loaded[id(kernel)] for key, kernel in _stage.found.items()})
+        try:
+            _compile_what_is_missing(partial(run, *inputs, **options))
+        except DoesNotFit:  # also of a backward, which nobody could take back once its forward is out
+            raise
+        except Exception:  # fails again below, unless it was for the results that no launch has filled
+            pass
         _stage.at = None
         return run(*inputs, **options)
     finally:
         _stage.at, _stage.found = None, {}
+
+
+def _compile_what_is_missing(run: Callable[[], Any]) -> None:
+    with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        with contextlib.suppress(Exception):
+            run()
+        kernels = {id(found.kernel): found for found in _stage.found.values()}
+        list(pool.map(prepare, [found.kernel for found in kernels.values()]))
+        loaded = {name: found.load() for name, found in kernels.items()}
+        _compiled.update({key: loaded[id(found.kernel)] for key, found in _stage.found.items()})
 
 
 def rehearses() -> bool:
@@ -121,7 +162,8 @@ def launch(
         raise _Missing
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fused}
     if rehearses():
-        _stage.found[tuple(key)] = function.warmup(*arguments, grid=grid, **sizes, **options)
+        compile_ = partial(function.warmup, *arguments, grid=grid, **sizes)
+        _stage.found[tuple(key)] = _Found(compile_(**options), compile_, options)
     else:
         with alone():
-            _compiled[tuple(key)] = function[grid](*arguments, **sizes, **options)
+            _compiled[tuple(key)] = _fitting(partial(function[grid], *arguments, **sizes), options)

@@ -56,5 +56,7 @@ def load(kernel: Any) -> Any:
     """The kernel once it is compiled, on the GPU, and with what calls it: Triton leaves both to the first launch."""
     compiled = getattr(kernel, "result", lambda: kernel)()
     with alone():
-        compiled.run  # noqa: B018 - a property that loads
+        call = compiled.run  # a property that loads
+    if compiled.module is None:  # it has failed before, and Triton keeps what raises that again
+        call()
     return compiled

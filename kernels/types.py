@@ -20,6 +20,10 @@ import torch
 from torch import Tensor
 
 
+class DoesNotFit(ValueError):
+    """A kernel needs more of something than the GPU has, mostly shared memory; a plain form needs none of it."""
+
+
 class Impl(str, Enum):
     """How an operator is computed; `auto` is triton on a supported GPU, else chunk."""
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from linattn_cli.compare import name_of
 from linattn_cli.environment import resolve_impl
+from linattn_cli.kernels.dispatch import fell_back
 from linattn_cli.layers.base import Mixer
 from linattn_cli.layers.softmax import Softmax
 from linattn_cli.output import EXIT_INTERNAL, CliError
@@ -121,7 +122,7 @@ class RecordedStep(Generic[Result]):
             assert self._result is not None
             return self._result
         with RECORDING:
-            if self._graph is None and self._eager_steps >= EAGER_STEPS:
+            if self._graph is None and self._eager_steps >= EAGER_STEPS and not fell_back():
                 return self._record(hosts)
             self._eager_steps += 1
             return self._step(*(host.to(self._device, non_blocking=True) for host in hosts))

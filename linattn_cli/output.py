@@ -235,6 +235,8 @@ def describe_error(exception: BaseException, *, memory_hint: str = MEMORY_HINT) 
         return _describe_os_error(exception, text)
     if _is_missing_device(text):
         return Failure(EXIT_DEVICE, "device", text.split(". ")[0], "use --device cpu")
+    if type(exception).__name__ == "DoesNotFit":  # of kernels/types.py, which imports torch
+        return Failure(EXIT_DEVICE, "device", text, "use --impl chunk, or --impl auto")
     if isinstance(exception, ValueError):
         return Failure(EXIT_USAGE, "value", text or type(exception).__name__)
     return Failure(EXIT_INTERNAL, "internal", f"internal fault: {type(exception).__name__}: {text}"[:500])

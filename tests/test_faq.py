@@ -19,6 +19,9 @@ import torch
 
 from linattn_cli import checkpoints
 from linattn_cli.app import main
+from linattn_cli.kernels import dispatch
+from linattn_cli.kernels.types import DoesNotFit
+from linattn_cli.layers import VLA
 from linattn_cli.runs import RunFolder
 
 FAQ = (Path(__file__).parent.parent / "docs" / "FAQ.md").read_text()
@@ -93,6 +96,16 @@ def never_saved(monkeypatch):
     shutil.rmtree(RUN / "checkpoints")
 
 
+def too_large(monkeypatch):
+    needs = "impl triton was asked for, but a kernel needs 131,072 bytes of shared memory and the GPU has 101,376"
+
+    def forward(*_, **__):
+        raise DoesNotFit(needs)
+
+    monkeypatch.setattr(dispatch, "why_not_triton", lambda operator, tensor: None)
+    monkeypatch.setattr(VLA, "forward", forward)
+
+
 SETUP = {
     "is not a key of model": misspelt,
     "duplicate key": duplicate,
@@ -101,6 +114,7 @@ SETUP = {
     "was written by a newer linattn": newer,
     "No space left on device": full,
     "was asked for, but": without_gpu,
+    "a kernel needs": too_large,
     "names code to run": theirs,
     "has no checkpoint yet": never_saved,
 }

@@ -9,6 +9,7 @@ from linattn_cli.kernels.types import Impl, ScanOutput
 from linattn_cli.kernels.validate import check_delta
 
 
+@dispatch.runs_kernels
 def delta_scan(
     q: Tensor,
     p: Tensor,

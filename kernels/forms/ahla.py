@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linattn_cli.kernels.dispatch import compiles_together
+from linattn_cli.kernels.dispatch import runs_kernels
 from linattn_cli.kernels.forms.decode import decodes, hla_step
 from linattn_cli.kernels.forms.features import check_choice
 from linattn_cli.kernels.forms.higher_order import (
@@ -45,7 +45,7 @@ class AhlaState(NamedTuple):
     n: Tensor | None = None
 
 
-@compiles_together
+@runs_kernels
 def ahla(
     q: Tensor,
     k: Tensor,

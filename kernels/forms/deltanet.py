@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from linattn_cli.kernels.dispatch import compiles_together
+from linattn_cli.kernels.dispatch import runs_kernels
 from linattn_cli.kernels.forms.decode import decodes, matrix_step
 from linattn_cli.kernels.forms.features import check_mask, feature_map, keep, unit
 from linattn_cli.kernels.forms.scan import delta_scan
@@ -22,7 +22,7 @@ class DeltaState(NamedTuple):
     S: Tensor
 
 
-@compiles_together
+@runs_kernels
 def deltanet(
     q: Tensor,
     k: Tensor,
@@ -70,7 +70,7 @@ def deltanet_serial(
     return _delta_serial("silu", q, k, v, beta, None, mask, initial_state)
 
 
-@compiles_together
+@runs_kernels
 def decay_delta(
     q: Tensor,
     k: Tensor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from linattn_cli.kernels.dispatch import compiles_together
+from linattn_cli.kernels.dispatch import runs_kernels
 from linattn_cli.kernels.forms.decode import decodes, matrix_step
 from linattn_cli.kernels.forms.deltanet import DeltaState
 from linattn_cli.kernels.forms.features import check_mask, feature_map, keep, unit
@@ -17,7 +17,7 @@ from linattn_cli.kernels.validate import check_form, check_linear, check_log_dec
 _silu = feature_map("silu")
 
 
-@compiles_together
+@runs_kernels
 def gated_deltanet(
     q: Tensor,
     k: Tensor,

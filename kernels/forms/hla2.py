@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linattn_cli.kernels.dispatch import compiles_together
+from linattn_cli.kernels.dispatch import runs_kernels
 from linattn_cli.kernels.forms.decode import decodes, hla_step
 from linattn_cli.kernels.forms.features import check_choice
 from linattn_cli.kernels.forms.higher_order import (
@@ -56,7 +56,7 @@ class Hla2PaperState(NamedTuple):
     h: Tensor | None = None
 
 
-@compiles_together
+@runs_kernels
 def hla2(
     q: Tensor,
     k: Tensor,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from linattn_cli.kernels.dispatch import compiles_together
+from linattn_cli.kernels.dispatch import runs_kernels
 from linattn_cli.kernels.forms import hla3_published as published
 from linattn_cli.kernels.forms.decode import decodes, hla_step
 from linattn_cli.kernels.forms.features import check_choice
@@ -61,7 +61,7 @@ class Hla3PublishedState(NamedTuple):
     f: Tensor | None = None
 
 
-@compiles_together
+@runs_kernels
 def hla3(
     q: Tensor,
     k: Tensor,

@@ -32,6 +32,7 @@ class LinearState(NamedTuple):
     z: Tensor | None
 
 
+@dispatch.runs_kernels
 def linear_attention(
     q: Tensor,
     k: Tensor,

@@ -36,7 +36,7 @@ class MesaState(NamedTuple):
     penalty: PenaltyState
 
 
-@dispatch.compiles_together
+@dispatch.runs_kernels
 def rls(
     q: Tensor,
     k: Tensor,
@@ -81,6 +81,7 @@ def rls(
     return FormOutput(out.o.to(v.dtype), RlsState(out.final_state, gain.final_state), impl=out.impl)
 
 
+@dispatch.runs_kernels
 def mesa(
     q: Tensor,
     k: Tensor,

@@ -38,6 +38,7 @@ class VLAState(NamedTuple):
     z: Tensor | None
 
 
+@dispatch.runs_kernels
 def vla(
     q: Tensor,
     k: Tensor,

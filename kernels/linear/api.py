@@ -9,6 +9,7 @@ from linattn_cli.kernels.types import Impl, ScanOutput
 from linattn_cli.kernels.validate import check_linear
 
 
+@dispatch.runs_kernels
 def linear_scan(
     q: Tensor,
     k: Tensor,

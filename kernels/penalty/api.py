@@ -9,6 +9,7 @@ from linattn_cli.kernels.types import Impl, PenaltyState, ScanOutput
 from linattn_cli.kernels.validate import check_penalty
 
 
+@dispatch.runs_kernels
 def penalty_gain(
     u: Tensor,
     k: Tensor,

@@ -10,46 +10,18 @@ import torch
 
 from linattn_cli.kernels import dispatch
 from tests.kernels.on_triton import kernels_imported
+from tests.kernels.recorded_kernels import Kernel, doubled, launches, side_by_side
 
 with kernels_imported():
     from linattn_cli.kernels.launch import compiled_together, launch
-    from linattn_cli.kernels.operator_triton import Operator
 
 
-class Kernel:
-    """What `launch` uses of a kernel of Triton's; `log` hears of everything."""
-
-    arg_names = ("p_x", "SIZE")
-    specialised = ()
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-
-    def warmup(self, *_, **__):
-        self.log.append(f"compile {self.name}")
-        return self
-
-    def result(self):
-        return self
-
-    @property
-    def run(self):
-        self.log.append(f"load {self.name}")
-
-    def __getitem__(self, grid):
-        def first_launch(*_, **__):
-            self.log.append(f"launch {self.name}")
-            return {(*grid, 1, 1)[:3]: lambda *_: self.log.append(f"launch {self.name}")}
-
-        return first_launch
+def pair(name: str, log: list[str]) -> tuple[Kernel, Kernel]:
+    """A kernel of a forward and that of its backward."""
+    return Kernel(name, log), Kernel(f"{name}'", log)
 
 
-def launches(kernels, x, size=1):
-    for kernel in kernels:
-        launch(kernel, (2,), x, SIZE=size, num_warps=4)
-    return "done"
-
-
+@side_by_side
 def test_every_missing_kernel_is_compiled_before_the_first_launch(on_a_gpu) -> None:
     log: list[str] = []
     kernels, x = [Kernel("a", log), Kernel("b", log)], torch.zeros(4)
@@ -79,6 +51,7 @@ def test_a_kernel_is_compiled_once_fusing_and_once_not(on_a_gpu) -> None:
     assert asked == [True, False]
 
 
+@side_by_side
 def test_only_what_is_missing_is_compiled(on_a_gpu) -> None:
     log: list[str] = []
     kernels, x = [Kernel("a", log), Kernel("b", log)], torch.zeros(4)
@@ -88,6 +61,7 @@ def test_only_what_is_missing_is_compiled(on_a_gpu) -> None:
     assert log == ["launch a", "compile b", "load b", "launch a", "launch b"]
 
 
+@side_by_side
 def test_a_fault_of_the_rehearsal_is_left_to_the_run(on_a_gpu) -> None:
     log: list[str] = []
     kernel, x = Kernel("a", log), torch.zeros(4)
@@ -113,33 +87,10 @@ def test_a_fault_of_the_rehearsal_is_left_to_the_run(on_a_gpu) -> None:
     assert log[-1] == "launch c"
 
 
-def _doubled(log: list[str], name: str) -> Operator:
-    """An operator that doubles, of a kernel forward and one backward."""
-    ahead, back = Kernel(name, log), Kernel(f"{name}'", log)
-
-    def forward(x):
-        launches([ahead], x)
-        return 2 * x, x
-
-    def gradient(upstream, x):
-        launches([back], x)
-        return 2 * upstream
-
-    def setup(ctx, inputs, output):
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs)
-
-    def backward(gradient, ctx, d_o, d_state):
-        assert d_state is None
-        return gradient(d_o, *ctx.saved_tensors)
-
-    traced = type("Traced", (), {"register_autograd": lambda *_, **__: None})()
-    return Operator(forward, traced, setup, backward, gradient, None)
-
-
+@side_by_side
 def test_a_forward_of_training_compiles_its_backward_too(on_a_gpu) -> None:
     log: list[str] = []
-    operator, x = _doubled(log, "a"), torch.ones(4, requires_grad=True)
+    operator, x = doubled(*pair("a", log)), torch.ones(4, requires_grad=True)
     o, _ = operator(x)
     assert log[:2] == ["compile a", "compile a'"]
     assert log[4:] == ["launch a"]
@@ -148,19 +99,21 @@ def test_a_forward_of_training_compiles_its_backward_too(on_a_gpu) -> None:
     assert x.grad.tolist() == [2.0] * 4
 
 
+@side_by_side
 def test_without_a_gradient_only_the_forward_is_compiled(on_a_gpu) -> None:
     log: list[str] = []
-    _doubled(log, "a")(torch.ones(4))
+    doubled(*pair("a", log))(torch.ones(4))
     assert log == ["compile a", "load a", "launch a"]
 
 
+@side_by_side
 @pytest.mark.parametrize("named", [False, True])
 def test_a_form_compiles_the_kernels_of_all_its_operators(on_a_gpu, monkeypatch, named) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
     log: list[str] = []
-    first, second = _doubled(log, "a"), _doubled(log, "b")
+    first, second = doubled(*pair("a", log)), doubled(*pair("b", log))
 
-    @dispatch.compiles_together
+    @dispatch.runs_kernels
     def form(x, *, scale):
         return second(first(x)[0])[0] * scale
 

@@ -50,6 +50,7 @@ class Compiling:
     arg_names = ("p_x",)
     specialised = ()
     src = metadata = None
+    module = "on the GPU"
 
     def __init__(self, watch: Watch) -> None:
         self.watch, self.future = watch, Future()
@@ -82,7 +83,7 @@ def watch(monkeypatch) -> Watch:
         with watch.doing("preparing"):
             pass
 
-    monkeypatch.setattr(type(loading.driver), "active", SimpleNamespace(launcher_cls=launcher))
+    monkeypatch.setattr(loading, "driver", SimpleNamespace(active=SimpleNamespace(launcher_cls=launcher)))
     return watch
 
 
@@ -108,9 +109,9 @@ def test_imports_that_are_used_are_alone(watch, on_a_gpu) -> None:
     assert all(loads <= 1 and not (preparing and loads) for preparing, loads in watch.seen)
 
 
-def test_c_compilers_run_side_by_side(watch, monkeypatch) -> None:
+def test_c_compilers_run_side_by_side(watch) -> None:
     both = threading.Barrier(2)
-    monkeypatch.setattr(loading.driver.active, "launcher_cls", lambda *_: both.wait(WAIT))
+    loading.driver.active.launcher_cls = lambda *_: both.wait(WAIT)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(loading.prepare, [Compiling(watch), Compiling(watch)]))
     assert not both.broken
