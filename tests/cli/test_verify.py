@@ -17,7 +17,7 @@ from linattn_cli.app import main
 from linattn_cli.kernels import dispatch
 from linattn_cli.kernels.monoids import stream
 from linattn_cli.kernels.registry import MIXERS, PRIMITIVES
-from linattn_cli.kernels.types import PenaltyState
+from linattn_cli.kernels.types import DoesNotFit, PenaltyState
 from linattn_cli.verify import verify
 from linattn_cli.verify_bugs import BUGS, planted
 from linattn_cli.verify_cases import Sizes, primitive_cases
@@ -286,6 +286,20 @@ def test_triton_has_a_row_where_it_cannot_run_and_none_is_hidden_by_an_interpret
     assert code == 0
     assert not any(row["form"].startswith("triton") for row in document["results"])
     assert "checked only with --interpret" in err
+
+
+def test_kernels_too_large_for_the_gpu_are_not_run_and_not_wrong(monkeypatch):
+    def too_large(*_, **__):
+        raise DoesNotFit("a kernel needs 131,072 bytes of shared memory and the GPU has 101,376")
+
+    monkeypatch.setattr(dispatch, "why_not_triton", lambda operator, tensor: None)
+    triton = [form for form in FORMS if form.impl == "triton"]
+    with dispatch.override("linear_scan", "triton", too_large):
+        rows = rows_of("linear_scan", forms=[CHUNK, *triton], dtypes=DTYPES[1:])
+    reasons = {row["form"]: row["reason"] for row in rows if row["status"] == "not run"}
+    assert set(reasons) == {form.name for form in triton}
+    assert all(reason.startswith("a kernel needs 131,072 bytes") for reason in reasons.values())
+    assert {row["status"] for row in rows if row["form"] == "chunk"} == {"passed"}
 
 
 def test_rls_and_mesa_are_compared_with_each_other(capsys):
