@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import MockTensor
 
 from linattn_cli.kernels.dispatch import triton_interpreted
 from linattn_cli.kernels.loading import alone, load, prepare
@@ -49,32 +50,47 @@ that the rehearsal asked Triton for, by their keys in `_compiled`."""
 
 @dataclass(frozen=True)
 class _Found:
-    """A kernel that Triton compiles meanwhile, and how it was asked to: `compile(**options)`."""
+    """A kernel that Triton compiles meanwhile, and how it would be asked again: `compile(**options)`."""
 
     kernel: Any
     compile: Callable[..., Any]
     options: dict[str, Any]
 
     def load(self) -> Any:
-        return _fitting(lambda **options: load(self.kernel), self.options, otherwise=self._compile_and_load)
+        try:
+            return load(self.kernel)
+        except OutOfResources as error:
+            return _fitting(lambda **options: load(self.compile(**options)), _with_one_stage(self.options, error))
 
-    def _compile_and_load(self, **options: Any) -> Any:
-        return load(self.compile(**options))
+
+class _Alike(MockTensor):
+    """What Triton asks of a tensor to compile a kernel for it; holds no memory."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__(x.dtype)
+        self._alignment = x.data_ptr() % 16
+
+    def data_ptr(self) -> int:
+        return self._alignment
 
 
-def _fitting(compiled: Callable[..., Any], options: dict[str, Any], otherwise: Callable[..., Any] | None = None) -> Any:
-    """`compiled(**options)`, or with one pipeline stage where more do not fit the shared memory of the GPU.
-
-    An H100 or H200 has 227 KiB a block, an A100 163, most other GPUs 99. On Hopper nothing needs it: there a float32
-    scan with one stage was wrong at random (triton 3.6.0).
-    """
+def _fitting(compiled: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """`compiled(**options)`, or with one pipeline stage where more do not fit the GPU."""
     try:
         return compiled(**options)
     except OutOfResources as error:
-        if options["num_stages"] > 1:
-            return _fitting(otherwise or compiled, {**options, "num_stages": 1})
-        what = error.name.replace("shared memory", "bytes of shared memory")
-        raise DoesNotFit(f"a kernel needs {error.required:,} {what} and the GPU has {error.limit:,}") from error
+        return _fitting(compiled, _with_one_stage(options, error))
+
+
+def _with_one_stage(options: dict[str, Any], error: OutOfResources) -> dict[str, Any]:
+    """Options that take less shared memory. An H100 or H200 has 227 KiB a block, an A100 163, most other GPUs 99.
+
+    Nothing needs it on Hopper, where a float32 scan with one stage was wrong at random (triton 3.6.0).
+    """
+    if options["num_stages"] > 1:
+        return {**options, "num_stages": 1}
+    what = error.name.replace("shared memory", "bytes of shared memory")
+    raise DoesNotFit(f"a kernel needs {error.required:,} {what} and the GPU has {error.limit:,}") from error
 
 
 def compiled_together(run: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
@@ -162,8 +178,9 @@ def launch(
         raise _Missing
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fused}
     if rehearses():
-        compile_ = partial(function.warmup, *arguments, grid=grid, **sizes)
-        _stage.found[tuple(key)] = _Found(compile_(**options), compile_, options)
+        alike = [_Alike(x) if isinstance(x, Tensor) else x for x in arguments]
+        again = partial(function.warmup, *alike, grid=grid, **sizes)
+        _stage.found[tuple(key)] = _Found(again(**options), again, options)
     else:
         with alone():
             _compiled[tuple(key)] = _fitting(partial(function[grid], *arguments, **sizes), options)

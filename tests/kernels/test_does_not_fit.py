@@ -91,6 +91,21 @@ def test_one_stage_is_taken_in_a_rehearsal_too() -> None:
     assert log == ["compile a in 2", "compile b in 2", "compile b in 1", "launch a in 2", "launch b in 1"]
 
 
+@side_by_side
+@pytest.mark.parametrize("start", [0, 1, 2, 4])
+def test_kernels_are_compiled_for_the_tensors_at_hand_without_holding_them(start) -> None:
+    seen = []
+
+    class Looking(Large):
+        def warmup(self, x, **options):
+            seen.append((x.dtype, x.data_ptr() % 16, isinstance(x, torch.Tensor)))
+            return super().warmup(x, **options)
+
+    x = torch.zeros(9, dtype=torch.bfloat16)[start:]
+    compiled_together(launches, [Looking("a", [], stages=1)], x)
+    assert seen == [(torch.bfloat16, x.data_ptr() % 16, False)] * 2
+
+
 def test_a_kernel_that_never_fits_is_named_by_what_it_needs() -> None:
     with pytest.raises(DoesNotFit, match=r"needs 100,000 bytes of shared memory and the GPU has 99,000"):
         launches([Large("a", [], stages=0)], torch.zeros(4))
