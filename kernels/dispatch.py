@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -98,7 +99,7 @@ def runs_kernels(form: Callable[Parameters, Result]) -> Callable[Parameters, Res
         if torch.compiler.is_compiling() or not _launches(given):
             return form(*inputs, **options)
         if _fell_back and _place(form, given) in _fell_back and _is_auto(options):
-            return form(*inputs, **{**options, "impl": Impl.CHUNK})  # type: ignore[arg-type]
+            return _by_chunk(form, *inputs, **options)
         from linattn_cli.kernels.launch import compiled_together
 
         try:
@@ -108,7 +109,7 @@ def runs_kernels(form: Callable[Parameters, Result]) -> Callable[Parameters, Res
                 raise DoesNotFit(f"impl triton was asked for, but {error}") from error
             warnings.warn(f"{form.__name__} runs as impl='chunk': {error}", RuntimeWarning, stacklevel=2)
             _fell_back.add(_place(form, given))
-            return form(*inputs, **{**options, "impl": Impl.CHUNK})  # type: ignore[arg-type]
+            return _by_chunk(form, *inputs, **options)
 
     return called
 
@@ -116,10 +117,17 @@ def runs_kernels(form: Callable[Parameters, Result]) -> Callable[Parameters, Res
 _fell_back: set[tuple] = set()
 """Where `auto` has turned to chunk: names of forms with the GPU, dtypes and dimensions of their inputs."""
 
+_thread = threading.local()
 
-def fell_back() -> bool:
-    """Whether `auto` has turned to chunk on a GPU, somewhere in this process."""
-    return bool(_fell_back)
+
+def turns_to_chunk() -> int:
+    """How often `auto` has turned to chunk in this thread, because kernels do not fit the GPU."""
+    return getattr(_thread, "turns", 0)
+
+
+def _by_chunk(form: Callable[..., Result], *inputs: Any, **options: Any) -> Result:
+    _thread.turns = turns_to_chunk() + 1
+    return form(*inputs, **{**options, "impl": Impl.CHUNK})
 
 
 def _place(form: Callable, inputs: Iterable[object]) -> tuple:

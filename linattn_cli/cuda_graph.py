@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from linattn_cli.compare import name_of
 from linattn_cli.environment import resolve_impl
-from linattn_cli.kernels.dispatch import fell_back
+from linattn_cli.kernels.dispatch import turns_to_chunk
 from linattn_cli.layers.base import Mixer
 from linattn_cli.layers.softmax import Softmax
 from linattn_cli.output import EXIT_INTERNAL, CliError
@@ -109,6 +109,7 @@ class RecordedStep(Generic[Result]):
         self._step = step
         self._device = device
         self._eager_steps = 0
+        self._left_triton = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, ...] = ()
         self._result: Result | None = None
@@ -122,10 +123,13 @@ class RecordedStep(Generic[Result]):
             assert self._result is not None
             return self._result
         with RECORDING:
-            if self._graph is None and self._eager_steps >= EAGER_STEPS and not fell_back():
+            if self._graph is None and self._eager_steps >= EAGER_STEPS and not self._left_triton:
                 return self._record(hosts)
             self._eager_steps += 1
-            return self._step(*(host.to(self._device, non_blocking=True) for host in hosts))
+            turns = turns_to_chunk()
+            result = self._step(*(host.to(self._device, non_blocking=True) for host in hosts))
+            self._left_triton = turns_to_chunk() > turns
+            return result
 
     def release(self) -> None:
         """Drop the graph and its memory; a further call records anew."""

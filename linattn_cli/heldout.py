@@ -56,6 +56,7 @@ def evaluate_run(
     """
     from linattn_cli import answers, environment, eval_plot, experiment, plotting
     from linattn_cli.evaluation import evaluate
+    from linattn_cli.kernels.dispatch import turns_to_chunk
 
     require_run(path)
     config = _config(path, overrides, trust, doc)
@@ -66,7 +67,7 @@ def evaluate_run(
     checkpoint = _load(path, step)
     device = environment.resolve_device(config.train.device)
     dtype = environment.resolve_dtype(config.train.dtype, device)
-    impl = experiment.impl_of(config, device)
+    impl, turns = experiment.impl_of(config, device), turns_to_chunk()
     doc.config = config
     doc.begin(device=device, dtype=config.train.dtype, impl=impl, seed=config.seed)
     experiment.load_weights(model, checkpoint)
@@ -101,6 +102,7 @@ def evaluate_run(
                 shown += answers.examples(
                     model, task, count=show, seed=config.seed, device=device, dtype=config.train.dtype
                 )
+    doc.env["impl"] = experiment.impl_of(config, device, turns=turns)
     doc.columns = COLUMNS
     doc.summary = {
         "accuracy": sum(accuracies) / len(accuracies),

@@ -5,6 +5,7 @@ There is no GPU here: what Triton would do is recorded instead.
 
 from __future__ import annotations
 
+import json
 import warnings
 
 import numpy as np
@@ -124,15 +125,15 @@ def form_of(*kernels: Kernel):
 def test_auto_means_chunk_from_then_on_and_says_so_once() -> None:
     log: list[str] = []
     form, x = form_of(Kernel("a", log), Large("b", log, stages=0)), torch.ones(4)
-    assert not dispatch.fell_back()
+    before = dispatch.turns_to_chunk()
     with pytest.warns(RuntimeWarning, match=r"form runs as impl='chunk': a kernel needs 100,000 bytes"):
         assert form(x).tolist() == [2.0] * 4
-    assert dispatch.fell_back()
     log.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert form(x).tolist() == form(x=x, impl="auto").tolist() == [2.0] * 4
     assert log == []
+    assert dispatch.turns_to_chunk() == before + 3
 
 
 def test_other_dimensions_are_tried_anew() -> None:
@@ -147,13 +148,13 @@ def test_other_dimensions_are_tried_anew() -> None:
 
 
 def test_triton_by_name_is_an_error_every_time() -> None:
-    form = form_of(Large("a", [], stages=0))
+    form, before = form_of(Large("a", [], stages=0)), dispatch.turns_to_chunk()
     for _ in range(2):
         with pytest.raises(DoesNotFit, match="impl triton was asked for, but a kernel needs") as refused:
             form(torch.ones(4), impl="triton")
     failure = describe_error(refused.value)
     assert (failure.exit_code, failure.hint) == (3, "use --impl chunk, or --impl auto")
-    assert not dispatch.fell_back()
+    assert dispatch.turns_to_chunk() == before
 
 
 @side_by_side
@@ -181,3 +182,27 @@ def test_a_training_step_that_fell_back_is_not_recorded(monkeypatch) -> None:
         warnings.simplefilter("ignore")
         for _ in range(EAGER_STEPS + 2):
             assert step(np.ones(4)).tolist() == [2.0] * 4
+
+
+def test_a_run_and_its_evaluation_say_what_ran(monkeypatch, capsys, tmp_path) -> None:
+    """As on a GPU that the kernels do not fit: triton is chosen, and every call of the mixer turns to chunk."""
+    from linattn_cli import environment
+    from linattn_cli.app import main
+    from linattn_cli.layers import VLA
+
+    monkeypatch.undo()  # tensors are on the CPU here
+    mixes = VLA.mix
+
+    def mix(*tensors, **options):
+        return dispatch._by_chunk(lambda *x, impl, **others: mixes(*x, **others), *tensors, **options)
+
+    monkeypatch.setattr(environment, "resolve_impl", lambda *_: "triton")
+    monkeypatch.setattr(VLA, "mix", mix)
+    run = str(tmp_path / "run")
+    sizes = ["--set", "model.d_model=8", "--set", "model.heads=1", "--set", "model.ffn=8", "--d-head", "8"]
+    train = ["train", *sizes, "--n-pairs", "1", "--steps", "2", "--device", "cpu", "--out", run]
+    for words in (train, ["eval", run, "--device", "cpu"]):
+        with pytest.raises(SystemExit) as left:
+            main([*words, "--json", "--quiet"])
+        assert not left.value.code
+        assert json.loads(capsys.readouterr().out)["env"]["impl"] == "chunk"
