@@ -125,6 +125,11 @@ def turns_to_chunk() -> int:
     return getattr(_thread, "turns", 0)
 
 
+def impl_that_ran(chosen: str, turns: int) -> str:
+    """What was chosen, or chunk where `turns_to_chunk` said `turns` before it ran and says more now."""
+    return Impl.CHUNK.value if turns_to_chunk() > turns else chosen
+
+
 def _by_chunk(form: Callable[..., Result], *inputs: Any, **options: Any) -> Result:
     _thread.turns = turns_to_chunk() + 1
     return form(*inputs, **{**options, "impl": Impl.CHUNK})

@@ -119,11 +119,11 @@ def _train(job: Work, metrics: list[dict[str, Any]], files: dict[str, bytes]) ->
 
     from linattn_cli import environment, experiment
     from linattn_cli.cuda_graph import RECORDING
-    from linattn_cli.kernels.dispatch import turns_to_chunk
+    from linattn_cli.kernels.dispatch import impl_that_ran, turns_to_chunk
     from linattn_cli.training import Trainer
 
     config, device = _prepare(job)
-    turns = turns_to_chunk()
+    impl, turns = experiment.impl_of(config, device), turns_to_chunk()
     # Only the last checkpoint is of use here, and only where it was asked for.
     settings = config.train.model_copy(update={"checkpoint_every": config.train.steps})
     with tempfile.TemporaryDirectory(prefix="linattn-cell-") as folder:
@@ -156,7 +156,7 @@ def _train(job: Work, metrics: list[dict[str, Any]], files: dict[str, bytes]) ->
         "tokens_per_s": ended.tokens_per_s,
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else environment.cpu_name(),
-        "impl": experiment.impl_of(config, device, turns=turns),
+        "impl": impl_that_ran(impl, turns),
         "fingerprint": task.fingerprint(config.seed),
     }
 

@@ -208,7 +208,7 @@ def train(
     early: the curve up to there tells why.
     """
     from linattn_cli import environment, require
-    from linattn_cli.kernels.dispatch import turns_to_chunk
+    from linattn_cli.kernels.dispatch import impl_that_ran, turns_to_chunk
     from linattn_cli.training import Trainer
 
     config = start.config
@@ -248,7 +248,7 @@ def train(
         except (CliError, KeyboardInterrupt):
             _draw(plot, run, doc)
             raise
-        doc.env["impl"] = impl_of(config, device, turns=turns)
+        doc.env["impl"] = impl_that_ran(impl, turns)
         doc.summary = {
             **measure(model, task, config, device),
             "tokens_per_s": outcome.tokens_per_s,
@@ -276,16 +276,10 @@ def _draw(plot: Path | None, run: RunFolder, doc: Document) -> None:
         doc.note(f"plot saved in {plot}")
 
 
-def impl_of(config: RunConfig, device: torch.device, *, turns: int | None = None) -> str:
-    """The implementation that runs; a layer of the user's own without a form is code that we know nothing of.
-
-    turns  what `turns_to_chunk` said before it ran, afterwards: kernels that do not fit the GPU are known then
-    """
+def impl_of(config: RunConfig, device: torch.device) -> str:
+    """The implementation that runs; a layer of the user's own without a form is code that we know nothing of."""
     from linattn_cli import environment
-    from linattn_cli.kernels.dispatch import turns_to_chunk
 
-    if turns is not None and turns_to_chunk() > turns:
-        return "chunk"
     if own_mixer.is_own(config.model.name) and not own_mixer.find_mixer(config.model.name).impls:
         return "own code"
     return environment.resolve_impl(config.model.impl, device, config.train.dtype)

@@ -56,7 +56,7 @@ def evaluate_run(
     """
     from linattn_cli import answers, environment, eval_plot, experiment, plotting
     from linattn_cli.evaluation import evaluate
-    from linattn_cli.kernels.dispatch import turns_to_chunk
+    from linattn_cli.kernels.dispatch import impl_that_ran, turns_to_chunk
 
     require_run(path)
     config = _config(path, overrides, trust, doc)
@@ -102,7 +102,7 @@ def evaluate_run(
                 shown += answers.examples(
                     model, task, count=show, seed=config.seed, device=device, dtype=config.train.dtype
                 )
-    doc.env["impl"] = experiment.impl_of(config, device, turns=turns)
+    doc.env["impl"] = impl_that_ran(impl, turns)
     doc.columns = COLUMNS
     doc.summary = {
         "accuracy": sum(accuracies) / len(accuracies),
