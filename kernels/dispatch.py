@@ -140,8 +140,8 @@ def _place(form: Callable, inputs: Iterable[object]) -> tuple:
     return form.__name__, tensors[0].device, *((x.dtype, x.shape[-1]) for x in tensors if x.dim() == 4)
 
 
-def _is_auto(options: dict[str, object]) -> bool:
-    return Impl.parse(options.get("impl", Impl.AUTO)) is Impl.AUTO  # type: ignore[arg-type]
+def _is_auto(options: dict[str, Any]) -> bool:
+    return Impl.parse(options.get("impl", Impl.AUTO)) is Impl.AUTO
 
 
 def _launches(inputs: Iterable[object]) -> bool:

@@ -57,10 +57,10 @@ class _Found:
     options: dict[str, Any]
 
     def load(self) -> Any:
-        try:
-            return load(self.kernel)
-        except OutOfResources as error:
-            return _fitting(lambda **options: load(self.compile(**options)), _with_one_stage(self.options, error))
+        return _fitting(self._load, self.options)
+
+    def _load(self, **options: Any) -> Any:
+        return load(self.kernel if options == self.options else self.compile(**options))
 
 
 class _Alike(MockTensor):
@@ -75,22 +75,18 @@ class _Alike(MockTensor):
 
 
 def _fitting(compiled: Callable[..., Any], options: dict[str, Any]) -> Any:
-    """`compiled(**options)`, or with one pipeline stage where more do not fit the GPU."""
+    """`compiled(**options)`, or with one pipeline stage where more do not fit the GPU.
+
+    An H100 or H200 has 227 KiB of shared memory a block, an A100 163, most other GPUs 99. Nothing needs it on Hopper,
+    where a float32 scan with one stage was wrong at random (triton 3.6.0).
+    """
     try:
         return compiled(**options)
     except OutOfResources as error:
-        return _fitting(compiled, _with_one_stage(options, error))
-
-
-def _with_one_stage(options: dict[str, Any], error: OutOfResources) -> dict[str, Any]:
-    """Options that take less shared memory. An H100 or H200 has 227 KiB a block, an A100 163, most other GPUs 99.
-
-    Nothing needs it on Hopper, where a float32 scan with one stage was wrong at random (triton 3.6.0).
-    """
-    if options["num_stages"] > 1:
-        return {**options, "num_stages": 1}
-    what = error.name.replace("shared memory", "bytes of shared memory")
-    raise DoesNotFit(f"a kernel needs {error.required:,} {what} and the GPU has {error.limit:,}") from error
+        if options["num_stages"] > 1:
+            return _fitting(compiled, {**options, "num_stages": 1})
+        what = error.name.replace("shared memory", "bytes of shared memory")
+        raise DoesNotFit(f"a kernel needs {error.required:,} {what} and the GPU has {error.limit:,}") from error
 
 
 def compiled_together(run: Callable[..., Any], *inputs: Any, **options: Any) -> Any:

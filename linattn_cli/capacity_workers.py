@@ -227,8 +227,7 @@ def _serve(pipe: Connection, log: str, parent: int, streams: int) -> None:
 
 
 def _serve_side_by_side(pipe: Connection, streams: int) -> NoReturn:
-    # Imported before there are threads, which could meet a module half made.
-    from linattn_cli import experiment, training  # noqa: F401
+    from linattn_cli import experiment, training  # noqa: F401 - before there are threads, which could meet half a module
 
     jobs: queue.SimpleQueue[tuple[int, Work]] = queue.SimpleQueue()
     sending = threading.Lock()

@@ -20,7 +20,7 @@ SCRIPTS = {
     return 0
 }
 complete -o default -F _linattn_completion linattn
-""",  # noqa: E501
+""",  # noqa: E501 - the shell reads these lines as they are
     "zsh": r"""#compdef linattn
 _linattn_completion() {
     eval $(env _TYPER_COMPLETE_ARGS="${words[1,$CURRENT]}" _LINATTN_COMPLETE=complete_zsh linattn 2>/dev/null)
@@ -31,7 +31,7 @@ compdef _linattn_completion linattn
     env _LINATTN_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=$argv[1] _TYPER_COMPLETE_ARGS=(commandline -cp) linattn 2>/dev/null
 end
 complete --command linattn --no-files --arguments "(_linattn_completion get-args)" --condition "_linattn_completion is-args"
-""",  # noqa: E501
+""",  # noqa: E501 - the shell reads these lines as they are
 }
 
 STARTUP = {

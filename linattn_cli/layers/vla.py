@@ -53,7 +53,7 @@ class VLA(Mixer):
         **backbone: Unpack[Backbone],
     ) -> None:
         super().__init__(d_model, heads, d_head, **backbone)
-        self.options = {
+        self.options: dict[str, Any] = {
             "lambda0": lambda0,
             "penalty": penalty,
             "normalise_gate": normalise_gate,
@@ -76,7 +76,7 @@ class VLA(Mixer):
             initial_state=initial_state,
             chunk_size=self.chunk_size,
             impl=self.impl,
-            **self.options,  # type: ignore[arg-type]
+            **self.options,
         )
 
     def jacobian_factors(self, x_BTD: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
@@ -88,7 +88,7 @@ class VLA(Mixer):
             self._write_strength(x_BTD),
             chunk_size=self.chunk_size,
             impl=impl,
-            **self.options,  # type: ignore[arg-type]
+            **self.options,
         )
         return None, write, key
 
