@@ -22,3 +22,22 @@ if not torch.cuda.is_available():
         patch.setenv("TRITON_INTERPRET", "1")
         with contextlib.suppress(ImportError):
             import triton.language  # noqa: F401
+
+
+@pytest.fixture
+def linattn(capsys, monkeypatch):
+    """Run a command line in this process, which trusts no code as it begins: its exit code, stdout and stderr."""
+    from linattn_cli import own_mixer
+    from linattn_cli.app import main
+
+    monkeypatch.setattr(own_mixer, "_allowed", set())
+
+    def run(*words):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main([str(word) for word in words])
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return left.value.code or 0, captured.out, captured.err
+
+    return run

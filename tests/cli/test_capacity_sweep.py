@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from linattn_cli.app import main
 from tests.sweep_cells import cells, measured
 
 BASE = [
@@ -60,21 +59,6 @@ def finish(process):
 
 def sweep(*words):
     return finish(start(*words))
-
-
-@pytest.fixture
-def linattn(capsys):
-    """Run a command line in this process, which is enough where no worker starts."""
-
-    def run(*words):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main([str(word) for word in words])
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return left.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture(scope="module")

@@ -1,62 +1,22 @@
-"""`--model path/to/mine.py:MyMixer`: a user's own layer through every command, and what can be wrong with it."""
+"""`--model path/to/mine.py:MyMixer`: a user's own layer through every command."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
 from linattn_cli import own_mixer
-from linattn_cli.app import main
 from linattn_cli.config import load_run_config
 from linattn_cli.model import build_mixer
 from linattn_cli.output import CliError
 from linattn_cli.runs import read_metrics
 from linattn_cli.settings import ModelConfig, RunConfig
 from linattn_cli.training import TIMING_KEYS
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "my_mixers.py"
-RETENTION, AVERAGE = f"{EXAMPLE}:Retention", f"{EXAMPLE}:MovingAverage"
-
-TINY = [
-    *("--set", "model.d_model=16", "--set", "model.heads=2", "--d-head", "8", "--set", "model.ffn=16"),
-    *("--n-pairs", "2", "--batch-size", "4", "--set", "task.vocab_size=16", "--device", "cpu"),
-    *("--set", "train.log_every=1", "--set", "train.eval_examples=16", "--steps", "3"),
-]
-
-PLAIN = """
-import torch
-from torch import nn
-
-class Mine(nn.Module):
-    def __init__(self, d_model, scale=1.0):
-        super().__init__()
-        self.linear = nn.Linear(d_model, d_model)
-        self.scale = scale
-
-    def forward(self, x{arguments}):
-        {body}
-"""
-WHOLE = "return self.scale * self.linear(x).cumsum(1)"
-
-
-@pytest.fixture
-def linattn(capsys, monkeypatch):
-    monkeypatch.setattr(own_mixer, "_allowed", set())  # what a fresh process trusts
-
-    def run(*words):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main([str(word) for word in words])
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return left.value.code or 0, captured.out, captured.err
-
-    return run
+from tests.cli.own_mixers import AVERAGE, EXAMPLE, PLAIN, RETENTION, TINY, WHOLE
 
 
 @pytest.fixture
@@ -291,50 +251,6 @@ def test_probe_norm_probes_it(linattn):
     assert "is no subclass of Mixer" in linattn(*words, "--models", AVERAGE, "--source", "model")[2]
 
 
-GOOD = PLAIN.format(body=WHOLE, arguments="")
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("mien.py:Mine", GOOD, "there is no file {}/mien.py (did you mean '{}/mine.py'?)"),
-        ("mine.py:Mien", GOOD, "mine.py has no class 'Mien' (did you mean 'Mine'?)"),
-        ("mine.py", GOOD, "mine.py needs the name of a class behind it: {}/mine.py:Mine"),
-        ("mine.py:torch", GOOD, "mine.py: torch is a module, not a layer"),
-        ("mine.py:Mine", "class Mine:\n    pass\n", "mine.py: Mine is no layer"),
-        ("mine.py:Mine", "x = (1\n", "mine.py, line 1: it cannot be loaded: SyntaxError: '(' was never closed"),
-        ("mine.py:Mine", "\nx = 1 / 0\n", "mine.py, line 2: it cannot be loaded: ZeroDivisionError: division by zero"),
-        ("mine.py:Mine", "import nothing_like_it\n", "mine.py, line 1: there is no module 'nothing_like_it'"),
-        ("mine.py:Mine", "raise SystemExit(0)\n", "mine.py, line 1: it cannot be loaded: SystemExit: 0"),
-        ("mine.py:Mine", GOOD.replace("scale=1.0", "width"),
-         "Mine needs 'width', which no setting of the backbone fills"),
-        ("mine.py:Mine", GOOD.replace("self.scale = scale", "self.scale = self.scal"),
-         "mine.py, line 9: it could not build Mine: AttributeError: 'Mine' object has no attribute 'scal'"),
-        ("mine.py:Mine", GOOD.replace(WHOLE, "return self.linear(x).mT"),
-         "Mine.forward must return a tensor [B, T, D] = [4, 7, 16], got [4, 16, 7]; dimensions 1 and 2 look swapped"),
-        ("mine.py:Mine", GOOD.replace(WHOLE, "return self.linear(x), None"),
-         "Mine.forward must return a tensor [B, T, D] = [4, 7, 16], got tuple"),
-        ("mine.py:Mine", GOOD.replace(WHOLE, "return self.linear(x[..., 1:])"),
-         "mine.py, line 12: it failed in Mine.forward: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
-        ("mine.py:Mine", GOOD.replace("(self, x)", "(self, x, state=None, return_state=False)"),
-         "Mine.forward with return_state must return (y, state), got Tensor"),
-        ("mine.py:Mine", GOOD.replace("(self, x)", "(self, x, state=None, return_state=False)").replace(
-            WHOLE, "return (x, {'S': x}) if return_state else self.linear(x)"),
-         "the state of Mine must be a tensor, tuple, list or NamedTuple of tensors, got dict in it"),
-        ("mine.py:Mine", GOOD.replace("    def __init__", "    impls = ('fast',)\n    def __init__"),
-         "Mine.impls has 'fast'"),
-    ],
-)  # fmt: skip
-def test_what_can_be_wrong_with_it(linattn, tmp_path, name, text, said):
-    (tmp_path / "mine.py").write_text(text)
-    code, _, err = linattn("train", "--model", tmp_path / name, *TINY, "--out", tmp_path / "run")
-    assert code == 2, err
-    said = said.replace("{}", str(tmp_path))
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert said in errors[0]
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -371,15 +287,6 @@ def test_a_sweep_takes_it(linattn, tmp_path):
     assert "every cell is there already" in err
 
 
-def test_a_module_beside_the_file_is_not_imported(linattn, tmp_path):
-    (tmp_path / "helper.py").write_text("value = 1\n")
-    (tmp_path / "mine.py").write_text("import helper\n")
-    code, _, err = linattn("train", "--model", tmp_path / "mine.py:Mine", *TINY)
-    assert code == 2
-    assert "there is no module 'helper'" in err
-    assert "the file must stand alone" in err
-
-
 def test_a_layer_without_a_state_trains_and_says_so(linattn, mine, tmp_path):
     code, out, err = linattn("train", "--model", mine(), *TINY, "--out", tmp_path / "run", "--json")
     assert code == 0
@@ -387,16 +294,6 @@ def test_a_layer_without_a_state_trains_and_says_so(linattn, mine, tmp_path):
     assert summary["state_bytes"] is None
     assert "Mine has no state: it is run on whole sequences" in err
     assert json.loads(out)["env"]["impl"] == "own code"
-
-
-def test_a_form_that_takes_what_nobody_can_draw(linattn, tmp_path):
-    text = EXAMPLE.read_text().replace("    v: Tensor,\n    *,", "    v: Tensor,\n    temperature: Tensor,\n    *,")
-    (tmp_path / "mine.py").write_text(text)
-    words = ("verify-scan", "--models", tmp_path / "mine.py:Retention", "--quick", "--device", "cpu")
-    code, _, err = linattn(*words)
-    assert "a form that needs temperature; only q, k, v, u, beta, log_decay can be drawn" in err
-    assert code == 2  # and its mix, which does not pass it, is told with its line
-    assert "it failed in Retention.forward: TypeError" in err
 
 
 def test_paths_with_spaces_and_unicode(linattn, tmp_path):

@@ -7,7 +7,6 @@ import math
 
 import pytest
 
-from linattn_cli.app import main
 from linattn_cli.output import CliError, Document
 from linattn_cli.require import Requirement, check, parse
 
@@ -16,18 +15,6 @@ TINY = [
     *("--n-pairs", "2", "--batch-size", "4", "--set", "task.vocab_size=16", "--device", "cpu"),
     *("--set", "train.eval_examples=16", "--steps", "2", "--quiet"),
 ]
-
-
-@pytest.fixture
-def linattn(capsys):
-    def run(*words):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main([str(word) for word in words])
-        captured = capsys.readouterr()
-        return left.value.code or 0, captured.out, captured.err
-
-    return run
 
 
 @pytest.mark.parametrize(

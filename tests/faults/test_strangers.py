@@ -38,19 +38,6 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def linattn(capsys):
-    def run(*words):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            main([str(word) for word in words])
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return left.value.code or 0, captured.out, captured.err
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "tiny"
