@@ -52,7 +52,12 @@ def why_not_triton(operator: str, tensor: Tensor) -> str | None:
             return "the GPU is older than compute capability 8.0"
     elif not triton_interpreted():
         return f"the tensors are on {tensor.device.type}, not on a GPU"
-    return "its kernels have no float64" if tensor.dtype == torch.float64 else None
+    return why_not_dtype(tensor.dtype)
+
+
+def why_not_dtype(dtype: torch.dtype) -> str | None:
+    """The reason no Triton kernel takes `dtype`, or None when all do."""
+    return "its kernels have no float64" if dtype == torch.float64 else None
 
 
 def resolve(operator: str, impl: str | Impl, tensor: Tensor) -> str:

@@ -86,7 +86,10 @@ def verify_case(
             shorter = replace(own, tokens=LONGEST_SERIAL)
             yield from _verify_dtype(case, [CHUNK], torch.float64, shorter, seed, device)
         for dtype in dtypes:
-            chosen = [form for form in runnable if not _only_float32(form) or dtype == torch.float32]
+            lacking = {form: reason for form in runnable if (reason := _why_not_in(dtype, form)) is not None}
+            for form, reason in lacking.items():
+                yield row_of(case, form.name, None, dtype, None, own) | unjudged("not run", reason)
+            chosen = [form for form in runnable if form not in lacking]
             if chosen:
                 yield from _verify_dtype(case, chosen, dtype, own, seed, device)
 
@@ -97,9 +100,12 @@ def _why_not(case: Case, form: Form, sizes: Sizes, device: str) -> str | None:
     return case.why_not(form.impl, sizes, device)
 
 
-def _only_float32(form: Form) -> bool:
-    """Triton's interpreter computes bfloat16 wrongly and is no test of it; it is checked in float32."""
-    return form.impl == "triton" and dispatch.triton_interpreted()
+def _why_not_in(dtype: torch.dtype, form: Form) -> str | None:
+    if form.impl != "triton":
+        return None
+    if dispatch.triton_interpreted() and dtype != torch.float32:
+        return "Triton's interpreter computes half precision wrongly and has no float64; it is checked in float32"
+    return dispatch.why_not_dtype(dtype)
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,7 @@ def _report(doc: Document, rows: list[dict[str, Any]], published: list[dict[str,
         reasons = "; ".join(dict.fromkeys(row["reason"] for row in rows))
         raise CliError(
             f"nothing could be checked: {reasons or 'no form fits the models'}",
-            hint="leave --forms out, or add --interpret to run Triton's kernels on the CPU",
+            hint="leave --forms and --dtypes out, or add --interpret to run Triton's kernels on the CPU",
             exit_code=EXIT_DEVICE,
             kind="device",
         )
