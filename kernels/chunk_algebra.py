@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+FEW_TOKENS = 4
+
 
 def carry(writes: Tensor, total: Tensor | None, initial_state: Tensor, *, reverse: bool = False) -> Tensor:
     """The state at every chunk boundary, `[N + 1, B, H, K, V]`: chunk n lies between boundaries n and n + 1.
@@ -45,8 +47,12 @@ def advance_states(
 
     writing `[N, B, H, K, C]`, reading `[N, B, H, C, K]`, residual `[N, B, H, C, V]`; boundaries as in `carry`.
     Every chunk is one affine map of the state: all maps are built at once, and the loop holds one product each.
+    Chunks of a few tokens, of a decoding step above all, take two products as the formula has them: less work
+    there, and a map would round the whole state once more for every few tokens.
     """
-    chunks, batch, heads, key_dim, _ = writing.shape
+    chunks, batch, heads, key_dim, size = writing.shape
+    if size <= FEW_TOKENS:
+        return _advance_without_maps(initial_state, total, writing, residual, reading, sign, extra, reverse)
     keep = torch.eye(key_dim, dtype=writing.dtype, device=writing.device).expand(chunks, batch, heads, -1, -1)
     if total is not None:
         keep = keep * total[..., None, None]
@@ -58,6 +64,28 @@ def advance_states(
         written += extra
     for n, before, after in _boundaries(states.flatten(1, 2), initial_state.flatten(0, 1), reverse):
         after.baddbmm_(maps[n], before)
+    return states
+
+
+def _advance_without_maps(
+    initial_state: Tensor,
+    total: Tensor | None,
+    writing: Tensor,
+    residual: Tensor,
+    reading: Tensor,
+    sign: int,
+    extra: Tensor | None,
+    reverse: bool,
+) -> Tensor:
+    chunks, batch, heads, key_dim, _ = writing.shape
+    states = residual.new_empty(chunks + 1, batch, heads, key_dim, residual.shape[-1])
+    writing, residual, reading = (x.flatten(1, 2) for x in (writing, residual, reading))
+    for n, before, after in _boundaries(states.flatten(1, 2), initial_state.flatten(0, 1), reverse):
+        kept = before if total is None else before * total[n].flatten()[:, None, None]
+        written = torch.baddbmm(residual[n], reading[n], before, alpha=sign)
+        torch.baddbmm(kept, writing[n], written, out=after)
+        if extra is not None:
+            after += extra[n].flatten(0, 1)
     return states
 
 

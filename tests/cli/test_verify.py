@@ -276,16 +276,28 @@ def test_what_a_form_cannot_do_is_listed_with_the_reason():
 def test_triton_has_a_row_where_it_cannot_run_and_none_is_hidden_by_an_interpreter(monkeypatch, capsys):
     monkeypatch.setattr(dispatch, "triton_interpreted", lambda: False)
     rows = rows_of("linear_scan", forms=[form for form in FORMS if form.impl == "triton"], dtypes=DTYPES[:1])
-    if torch.cuda.is_available():
-        assert all(row["passed"] for row in rows)
-    else:
-        assert {row["status"] for row in rows} == {"not run"}
-        assert all("cpu, not on a GPU" in row["reason"] or "not installed" in row["reason"] for row in rows)
+    assert {row["status"] for row in rows} == {"not run"}
+    assert all("cpu, not on a GPU" in row["reason"] or "not installed" in row["reason"] for row in rows)
     monkeypatch.setattr(dispatch, "triton_interpreted", lambda: True)
     code, document, err = call(capsys, "--models", "linear_scan", "--dtypes", "float64", "--device", "cpu")
     assert code == 0
     assert not any(row["form"].startswith("triton") for row in document["results"])
     assert "checked only with --interpret" in err
+
+
+def test_triton_on_a_gpu_is_checked_in_the_dtypes_that_it_has(monkeypatch):
+    """float64 is among the dtypes that are checked by default, and no kernel has it."""
+    monkeypatch.setattr(dispatch, "triton_interpreted", lambda: False)
+    monkeypatch.setattr(dispatch, "why_not_triton", lambda operator, tensor: dispatch.why_not_dtype(tensor.dtype))
+    triton = [form for form in FORMS if form.impl == "triton"]
+    with dispatch.override("linear_scan", "triton", dispatch.load("linear_scan", "chunk")):
+        rows = rows_of("linear_scan", forms=[CHUNK, *triton])
+    of_triton = [row for row in rows if row["form"] != "chunk"]
+    assert {row["form"] for row in of_triton if row["passed"]} == {form.name for form in triton}
+    assert {(row["dtype"], row["reason"]) for row in of_triton if not row["passed"]} == {
+        ("float64", "its kernels have no float64")
+    }
+    assert {row["dtype"] for row in of_triton if row["passed"]} == {"float32"}
 
 
 def test_kernels_too_large_for_the_gpu_are_not_run_and_not_wrong(monkeypatch):
@@ -300,6 +312,14 @@ def test_kernels_too_large_for_the_gpu_are_not_run_and_not_wrong(monkeypatch):
     assert set(reasons) == {form.name for form in triton}
     assert all(reason.startswith("a kernel needs 131,072 bytes") for reason in reasons.values())
     assert {row["status"] for row in rows if row["form"] == "chunk"} == {"passed"}
+
+
+def test_decoding_in_chunks_of_one_token_rounds_as_the_serial_recurrence_does():
+    """As maps of the whole state, as longer chunks are, single tokens err twice as much."""
+    forms = [form for form in FORMS if form.name == "chunk-decode"]
+    for row in rows_of("deltanet", "delta_scan", forms=forms, dtypes=DTYPES[1:], sizes=Sizes(97, 20, 16, batch=4)):
+        assert row["max_error"] < 0.6 * row["budget"]
+        assert row["rms_ratio"] < 0.6 * row["rms_budget"]
 
 
 def test_rls_and_mesa_are_compared_with_each_other(capsys):
