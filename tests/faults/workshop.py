@@ -79,7 +79,8 @@ class Workshop:
     def __init__(self, folder: Path, *, private: bool = False) -> None:
         self.folder = folder
         self.count = 0
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        # A GPU is of no use to a forked process.
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(
             [*(NAMESPACE if private else []), sys.executable, __file__],
             stdin=subprocess.PIPE,

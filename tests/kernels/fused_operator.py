@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from linattn_cli.compare import budget, compare
-from tests.kernels.on_triton import DEVICE
+from tests.kernels.on_triton import DEVICE, compile_one_by_one
 
 SYMMETRIC = ("mass", "inverse")
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[int]:
     """The lengths of the calls that the operator `name` of a module makes from now on."""
+    compile_one_by_one(monkeypatch)
     calls: list[int] = []
     run = getattr(module, name)
 

@@ -16,7 +16,7 @@ from linattn_cli.compare import budget, compare
 from linattn_cli.kernels.registry import MIXERS, Mixer
 from linattn_cli.kernels.types import PenaltyState, state_tensors
 from linattn_cli.verify_mixers import _tensor_names, form_of, option_sets
-from tests.kernels.on_triton import DEVICE, GPU, kernels_imported
+from tests.kernels.on_triton import DEVICE, GPU, compile_one_by_one, kernels_imported
 
 with kernels_imported():
     from linattn_cli.kernels import decode_hla_triton, decode_triton
@@ -33,6 +33,7 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that decoding launched."""
+    compile_one_by_one(monkeypatch)
     names: list[str] = []
 
     def counted(module: Any) -> None:
