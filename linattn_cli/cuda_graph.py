@@ -12,6 +12,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
@@ -144,20 +145,11 @@ class RecordedStep(Generic[Result]):
     def _record(self, hosts: list[Tensor]) -> Result:
         self._inputs = tuple(torch.empty_like(host, device=self._device) for host in hosts)
         self._feed(hosts)
-        graph = torch.cuda.CUDAGraph()
-        # A thread records on its own stream: cuBLAS keeps a workspace for each stream, which graphs recorded on
-        # the same one would share when they are replayed side by side. The default stream cannot be recorded.
-        stream = torch.cuda.current_stream(self._device)
-        aside = None if stream == torch.cuda.default_stream(self._device) else stream
         try:
-            with _uncollected(), torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
-                self._result = self._step(*self._inputs)
+            graph, self._result = captured(partial(self._step, *self._inputs), self._device)
         except RuntimeError as error:
-            first: BaseException = error
-            while first.__context__ is not None:  # the end of a broken recording hides what broke it
-                first = first.__context__
             raise CliError(
-                f"a training step could not be recorded as a CUDA graph: {' '.join(str(first).split())[:200]}",
+                f"a training step could not be recorded as a CUDA graph: {error}",
                 hint="train without: --set train.cuda_graph=false",
                 exit_code=EXIT_INTERNAL,
                 kind="internal",
@@ -165,6 +157,26 @@ class RecordedStep(Generic[Result]):
         graph.replay()  # recording runs nothing
         self._graph = graph
         return self._result
+
+
+def captured(run: Callable[[], Result], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """`run()` recorded as a CUDA graph, and what it returned, which only a replay fills.
+
+    `run` has run before, so that all is compiled and allocated. RuntimeError says what cannot be recorded.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # A thread records on its own stream: cuBLAS keeps a workspace for each stream, which graphs recorded on
+    # the same one would share when they are replayed side by side. The default stream cannot be recorded.
+    stream = torch.cuda.current_stream(device)
+    aside = None if stream == torch.cuda.default_stream(device) else stream
+    try:
+        with _uncollected(), torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
+            return graph, run()
+    except RuntimeError as error:
+        first: BaseException = error
+        while first.__context__ is not None:  # the end of a broken recording hides what broke it
+            first = first.__context__
+        raise RuntimeError(" ".join(str(first).split())[:200]) from error
 
 
 @contextlib.contextmanager

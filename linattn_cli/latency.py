@@ -48,7 +48,7 @@ def run(plan: Plan, doc: output.Document) -> None:
             _set_columns(doc, plan)
     rows = list(doc.results)
     doc.summary = {
-        "shape": describe(plan.setting),
+        "shape": describe(plan.setting) + (", CUDA graphs" if plan.cuda_graph else ""),
         "copy_bandwidth_gb_per_s": roof.bytes_per_s / 1e9,
         "matrix_tflop_per_s": roof.flops_per_s / 1e12,
         "softmax_backends": ", ".join(dict.fromkeys(r["backend"] for r in rows if r.get("backend"))) or None,

@@ -15,7 +15,17 @@ from linattn_cli import output
 from linattn_cli.crossover import Crossover, Point, confirm, locate
 from linattn_cli.latency_cases import DECODED, SOFTMAX, Arm, Setting, draw, sdpa_arm, sdpa_backends
 from linattn_cli.latency_gate import Gate
-from linattn_cli.latency_timing import Cell, Sample, first_call, peak_bytes, prepare, quantile, repeat_in_turn, timed
+from linattn_cli.latency_timing import (
+    Cell,
+    Sample,
+    first_call,
+    peak_bytes,
+    prepare,
+    quantile,
+    record,
+    repeat_in_turn,
+    timed,
+)
 from linattn_cli.roofline import Roof, count
 
 Row = dict[str, Any]
@@ -28,7 +38,10 @@ OK, OVER, NOT_RUN, FAILED, NO_MEMORY = "ok", "over budget", "not run", "check fa
 
 @dataclass(frozen=True)
 class Plan:
-    """What to time: the arms at each of the lengths, so many repetitions within so many seconds a cell."""
+    """What to time: the arms at each of the lengths, so many repetitions within so many seconds a cell.
+
+    With `cuda_graph` a repetition replays a recording of the call.
+    """
 
     arms: list[Arm]
     seq_lens: list[int]
@@ -37,6 +50,7 @@ class Plan:
     budget_s: float
     gate: bool = True
     plot: Path | None = None
+    cuda_graph: bool = False
 
 
 @dataclass
@@ -140,6 +154,8 @@ class Bench:
             if problem is not None:
                 row |= {"status": FAILED, "reason": problem}
                 return None
+        if self.plan.cuda_graph and arm.model != SOFTMAX:
+            record(sample, self.setting.device)
         row["first_call_s"] = first_s
         return _Live(arm, row, Cell(sample))
 
@@ -154,8 +170,10 @@ class Bench:
                     warnings.simplefilter("ignore")  # torch explains every backend that it refuses
                     sample = prepare(arm, self.setting, tensors, tokens)
                     first_s = first_call(sample, self.setting.device)
+                    if self.plan.cuda_graph:
+                        record(sample, self.setting.device)
                     seconds = min(timed(sample, self.setting.device) for _ in range(3))
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:
                 if output.describe_error(error).exit_code == output.EXIT_MEMORY:
                     raise
                 reasons.append(str(error))

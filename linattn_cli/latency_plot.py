@@ -22,8 +22,9 @@ def picture(
     # env names every implementation at once; here each line has its own.
     where = {name: value for name, value in env.items() if name not in ("impl", "seed")}
     what = {"forward": "Forward", "train": "Forward and backward", "decode": "Decoding one token"}
+    replayed = " as a CUDA graph" if config.get("cuda_graph") else ""
     return Picture(
-        title=f"{what.get(config['mode'], config['mode'])}: time over length",
+        title=f"{what.get(config['mode'], config['mode'])}{replayed}: time over length",
         caption=plotting.caption(settings, where) + " · band: 10 % to 90 % of the repetitions",
         panels=[Panel("Milliseconds over tokens", lambda axes: _draw(axes, rows, crossovers, config))],
     )

@@ -75,7 +75,7 @@ def _latency(document: Mapping[str, Any]) -> Words:
     names = {
         "seq_lens": "--seq-lens",
         "mode": "--mode",
-        "impls": "--impl",
+        "impl": "--impl",
         "batch": "--batch",
         "heads": "--heads",
         "d_head": "--d-head",
@@ -85,6 +85,7 @@ def _latency(document: Mapping[str, Any]) -> Words:
     }
     words = _options({"models": models}, {"models": "--models"}) + _options(config, names)
     words += ["--with-fla"] if config.get("with_fla") else []
+    words += ["--cuda-graph"] if config.get("cuda_graph") else []
     return words + (["--no-gate"] if config.get("gate") is False else [])
 
 

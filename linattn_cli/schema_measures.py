@@ -99,6 +99,7 @@ LATENCY = Output(
         "budget_s": "number, seconds of a cell",
         "gate": "boolean, whether results are checked first",
         "with_fla": "boolean, whether flash-linear-attention is timed too",
+        "cuda_graph": "boolean, whether replays of recorded calls are timed",
         "plot": "string|null, file of the plot",
     },
 )

@@ -79,6 +79,14 @@ def latency(
     d_head: Annotated[
         int, typer.Option("--d-head", min=1, max=256, help="Dimension of a head.", rich_help_panel=_TIMING)
     ] = 64,
+    cuda_graph: Annotated[
+        bool,
+        typer.Option(
+            "--cuda-graph",
+            help="Time calls recorded as CUDA graphs and replayed, as servers run them: without Python's launches.",
+            rich_help_panel=_TIMING,
+        ),
+    ] = False,
     with_fla: Annotated[
         bool,
         typer.Option("--with-fla", help="Time the kernels of flash-linear-attention too.", rich_help_panel=_TIMING),
@@ -159,6 +167,13 @@ def latency(
         precision = dtype or ("bfloat16" if gpu else "float32")
         lengths = lengths or parse_lengths("1k..128k" if gpu else "256..8k")
         torch_dtype = environment.resolve_dtype(precision, place)
+        if cuda_graph and not gpu:
+            raise output.CliError(
+                f"--cuda-graph needs a GPU, and this is for {place}",
+                hint="leave it out, or name a GPU: --device cuda",
+                exit_code=output.EXIT_DEVICE,
+                kind="device",
+            )
 
         from linattn_cli import latency as bench
         from linattn_cli.latency_cases import Setting
@@ -175,6 +190,7 @@ def latency(
             budget_s,
             not no_gate,
             plot,
+            cuda_graph,
         )
         doc.config = {
             "models": list(dict.fromkeys(arm.model for arm in plan.arms)),
@@ -189,6 +205,7 @@ def latency(
             "budget_s": plan.budget_s,
             "gate": plan.gate,
             "with_fla": with_fla,
+            "cuda_graph": cuda_graph,
             "plot": plot,
         }
         for model in filter(is_own, chosen):

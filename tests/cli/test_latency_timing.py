@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Callable
 
+import pytest
 import torch
 
 from linattn_cli import latency_timing
+from linattn_cli.kernels.registry import MIXERS
 from linattn_cli.latency_cases import sdpa_arm
-from linattn_cli.latency_timing import Cell, Sample, peak_bytes, repeat_in_turn
+from linattn_cli.latency_timing import Cell, Sample, peak_bytes, record, repeat_in_turn
 
 CPU = torch.device("cpu")
 
@@ -50,3 +54,72 @@ def test_peak_memory_is_what_was_held_at_once():
     sample = Sample(run, 1, [torch.ones(numbers)], sdpa_arm().context, run)
     held = peak_bytes(sample, CPU) - 3 * numbers * 4  # the third is the input
     assert 0 <= held < 100  # the scalars 1 and 2
+
+
+class _Graph:
+    """What a CUDA graph is to who times it: `wrong` adds an error to what the recorded call computes."""
+
+    def __init__(self, run: Callable[[], None], sample: Sample, wrong: float) -> None:
+        self.run, self.sample, self.wrong, self.replays = run, sample, wrong, 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.run()
+        self.sample.output += self.wrong
+
+
+def _recorded(monkeypatch, wrong: float = 0.0) -> tuple[Sample, list[_Graph]]:
+    """A sample that has been recorded, by a stand-in for the GPU."""
+    graphs: list[_Graph] = []
+
+    def run() -> None:
+        sample.output = torch.ones(3)
+
+    def captured(recorded, device):
+        graphs.append(_Graph(recorded, sample, wrong))
+        return graphs[-1], recorded()
+
+    monkeypatch.setattr(latency_timing, "captured", captured)
+    sample = Sample(run, 1, [], sdpa_arm().context, run)
+    record(sample, CPU)
+    return sample, graphs
+
+
+def test_a_recorded_call_is_replayed_and_not_run(monkeypatch):
+    sample, (graph,) = _recorded(monkeypatch)
+    before = graph.replays
+    repeat_in_turn([Cell(sample)], CPU, repetitions=5, budget_s=60)
+    assert graph.replays - before == 5 + latency_timing.WARM_UPS
+
+
+def test_a_replay_that_gives_other_numbers_is_a_failure(monkeypatch):
+    with pytest.raises(RuntimeError, match="gives other numbers, by"):
+        _recorded(monkeypatch, wrong=1e-3)
+
+
+def test_what_cannot_be_recorded_is_not_run(monkeypatch):
+    def refused(run, device):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(latency_timing, "captured", refused)
+    sample = Sample(lambda: setattr(sample, "output", torch.ones(3)), 1, [], sdpa_arm().context, lambda: None)
+    with pytest.raises(ValueError, match="cannot be recorded as a CUDA graph: operation not permitted"):
+        record(sample, CPU)
+
+
+def test_graphs_need_a_gpu(linattn, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, _, err = linattn("latency", "--cuda-graph", "--seq-lens", "16")
+    assert code == 3
+    assert "--cuda-graph needs a GPU, and this is for cpu" in err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("mode", ["forward", "train", "decode"])
+def test_every_mixer_can_be_timed_as_a_graph(linattn, mode):
+    words = ("--models", "all", "--seq-lens", "200", "--heads", "2", "--mode", mode, "--device", "cuda", "--cuda-graph")
+    code, out, err = linattn("latency", *words, "--json")
+    assert code == 0, err
+    rows = json.loads(out)["results"]
+    assert {row["model"]: row["status"] for row in rows} == dict.fromkeys(MIXERS, "ok")

@@ -55,7 +55,7 @@ def sources(tmp_path_factory) -> dict[str, Path]:
     run("capacity-sweep", *SWEEP, "--n-pairs", "1,2", "--lrs", "1e-3,1e-2", "--out", found["sweep"])
     documents = {
         "eval": ["eval", found["run"], "--n-pairs", "1,2", "--show", "1", "--quiet"],
-        "latency": ["latency", "--models", "linear", *FAST],
+        "latency": ["latency", "--models", "linear", "--impl", "chunk,reference", *FAST],
         "verify-scan": ["verify-scan", "--models", "linear", "--quick", "--published", "--device", "cpu", "--quiet"],
         "probe-norm": ["probe-norm", *PROBE, "--no-normalise-gate", "--quiet"],
         "list": ["list"],
@@ -160,6 +160,13 @@ def test_the_commands_on_the_page_do_it_again(capsys, sources, tmp_path, monkeyp
             first = json.loads(sources[name].read_text())
             assert again["config"] == first["config"], name
             assert len(again["results"]) == len(first["results"])
+
+
+def test_the_command_of_a_latency_names_the_graphs_and_the_peer(sources):
+    document = json.loads(sources["latency"].read_text())
+    document["config"] |= {"cuda_graph": True, "with_fla": True}
+    words = shlex.split(str(reproduce.of_document(document)))
+    assert {"--cuda-graph", "--with-fla"} < set(words)
 
 
 def test_a_run_under_way_is_reported_with_what_continues_it(capsys, sources, tmp_path):
