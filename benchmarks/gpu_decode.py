@@ -1,26 +1,21 @@
-"""Check the one-token decoding steps on a GPU, then time them beside softmax with a key/value cache.
+"""Check the one-token decoding steps on a GPU; `linattn latency --mode decode --cuda-graph` times them.
 
-    python benchmarks/gpu_decode.py --json gpu_decode.json [--check-only] [--quick]
+    python benchmarks/gpu_decode.py --json gpu_decode.json [--quick]
 
-Checks: every mixer and option decodes token by token against the serial form in float64, in float32, bfloat16
-and float16, for several shapes, over more than two refreshes of the inverse; two runs must give the same bits, and a
-step must be one kernel. Times: microseconds a token at every context, as Python calls and as one CUDA graph of 64
-steps (one refresh of the inverse among them). Softmax is torch's SDPA on a cache with room, by its fastest backend.
-Nothing is timed on a red check (`--no-gate`: regardless).
+Every mixer and option decodes token by token against the serial form in float64, in float32, bfloat16 and float16,
+for several shapes, over more than two refreshes of the inverse; two runs must give the same bits, and a step must be
+one kernel.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import inspect
 import json
 import multiprocessing
 import platform
-import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,13 +25,11 @@ from torch import Tensor
 from linattn_cli.compare import Comparison, budget, compare
 from linattn_cli.environment import package_version
 from linattn_cli.kernels.registry import MIXERS, Mixer
-from linattn_cli.kernels.types import state_bytes, state_tensors
-from linattn_cli.latency_cases import DECODED, SOFTMAX, Arm, Setting, draw, mixer_arm, sdpa_arm, sdpa_backends
+from linattn_cli.kernels.types import state_tensors
 from linattn_cli.verify_mixers import _tensor_names, form_of, option_sets
 
 DEVICE = torch.device("cuda")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-REPETITIONS = 15
 SHAPES = (
     {"B": 1, "Q": 16, "H": 16, "K": 64, "V": 64},
     {"B": 3, "Q": 4, "H": 2, "K": 32, "V": 32},
@@ -53,56 +46,29 @@ WITH_A_PENALTY = ("vla", "rls", "mesa")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--check-only", action="store_true")
-    parser.add_argument("--no-check", action="store_true", help="time at once")
-    parser.add_argument("--no-gate", action="store_true", help="time in spite of a red check")
     parser.add_argument("--quick", action="store_true", help="check the default options only")
     parser.add_argument("--workers", type=int, default=12, help="processes that check at once")
     parser.add_argument("--mixers", default="", help="names, comma-separated; all by default")
-    parser.add_argument("--contexts", default="1024,8192,32768,131072")
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--d-head", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
     args = parser.parse_args()
     wanted = set(filter(None, args.mixers.split(",")))
     mixers = [m for m in MIXERS.values() if "triton" in m.impls and (not wanted or m.name in wanted)]
     document: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "gpu": torch.cuda.get_device_name(),
         "versions": {name: package_version(name) for name in ("torch", "triton")}, "command": " ".join(sys.argv),
-        "checks": [], "timings": [],
+        "checks": [],
     }  # fmt: skip
-
-    def save() -> None:
-        if args.json:
-            args.json.write_text(json.dumps(document, indent=1) + "\n")
-
     failed = 0
-    if not args.no_check:
-        found = cases([m.name for m in mixers], args.quick)
-        with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
-            for rows in pool.imap(run_case, found):
-                document["checks"] += rows
-                bad = [row for row in rows if not row["passed"]]
-                failed += len(bad)
-                for row in bad:
-                    print({name: value for name, value in row.items() if name != "passed"}, flush=True)
-        print(f"{len(document['checks'])} checks, {failed} failed", flush=True)
-        save()
-    if args.check_only or (failed and not args.no_gate):
-        return 1 if failed else 0
-    setting = Setting(args.batch, args.heads, args.d_head, DTYPES[args.dtype], DEVICE, "decode")
-    for context in map(int, args.contexts.split(",")):
-        for arm in [*softmax_arms(setting, context), *(mixer_arm(mixer, "triton", setting) for mixer in mixers)]:
-            row = {"context": context, **timed(arm, setting, context)}
-            document["timings"].append(row)
-            shown = "  ".join(f"{name} {value}" for name, value in row.items() if name not in ("context", "model"))
-            print(f"{arm.model:15s} T={context:<7d} {shown}", flush=True)
-            save()
+    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+        for rows in pool.imap(run_case, cases([m.name for m in mixers], args.quick)):
+            document["checks"] += rows
+            bad = [row for row in rows if not row["passed"]]
+            failed += len(bad)
+            for row in bad:
+                print({name: value for name, value in row.items() if name != "passed"}, flush=True)
+    print(f"{len(document['checks'])} checks, {failed} failed", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
     return 1 if failed else 0
-
-
-# checks
 
 
 class Case(NamedTuple):
@@ -212,70 +178,6 @@ def step_kernels(mixer: Mixer, options: dict, x: dict[str, Tensor]) -> int:
             form(**token, **settings, initial_state=state, impl="triton")
             torch.cuda.synchronize()
     return sum(event.count for event in profile.key_averages() if event.self_device_time_total > 0)
-
-
-# times
-
-
-def softmax_arms(setting: Setting, context: int) -> list[Arm]:
-    return [dataclasses.replace(sdpa_arm(backend), impl=backend.name) for backend in sdpa_backends(setting, context)]
-
-
-def timed(arm: Arm, setting: Setting, context: int) -> dict[str, Any]:
-    """Microseconds a token: the median over repetitions of consecutive steps.
-
-    64 of them, from the second token after the context on, so that the inverse falls due once.
-    """
-    row: dict[str, Any] = {"model": arm.model, "impl": arm.impl}
-    calls = DECODED if arm.model != SOFTMAX else DECODED - 1  # its cache has room for 64 tokens
-    try:
-        x = draw(arm.names, setting, context + 1 + calls)
-        steps = [{n: y[:, context + i : context + i + 1].contiguous() for n, y in x.items()} for i in range(1 + calls)]
-        with torch.no_grad(), arm.context():
-            state = arm.prefill({n: y[:, :context] for n, y in x.items()})
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            _, state = arm.call(steps[0], state)
-            torch.cuda.synchronize()
-            row["first_call_s"] = round(time.perf_counter() - started, 2)
-            row["state_mib"] = round(state_bytes(state) / 2**20, 3)
-
-            def run() -> None:
-                carried = state
-                for step in steps[1:]:
-                    _, carried = arm.call(step, carried)
-
-            row["eager_us"] = per_token(run, calls)
-            row["graph_us"] = per_token(captured(run).replay, calls)
-    except (RuntimeError, ValueError) as error:  # a backend that does not take this shape, or no graph of it
-        row["error"] = str(error).split("\n")[0][:200]
-    return row
-
-
-def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
-def per_token(run: Callable[[], Any], calls: int) -> float:
-    run()
-    times = []
-    for _ in range(REPETITIONS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / calls)
-    return round(statistics.median(times), 2)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ COMMANDS = {
     "wide_train": f"--models {WIDE} --seq-lens 8k,32k --heads 8 --d-head 128 --mode train",
     "wide_inverse_forward": "--models mesa,rls --seq-lens 8k,32k --heads 8 --d-head 128",
     "wide_inverse_train": "--models mesa,rls --seq-lens 8k,32k --heads 8 --d-head 128 --mode train",
+    "sequential": "--models vla --impl reference,chunk,triton --seq-lens 2k --no-gate",
     "wide_peers": f"--models {AGAINST_PEERS} --seq-lens 32k --heads 8 --d-head 128 --with-fla",
 }
 # The peers take ready features and divide nothing, so the like of FLA's linear attention and delta rule are the two
@@ -109,6 +110,22 @@ def against_peers(document: dict) -> str:
     return tabulate(rows, headers="keys", tablefmt="github")
 
 
+def against_sequential(document: dict) -> str:
+    """Each implementation over the recurrence token by token."""
+    rows = [
+        {"model": r["model"], "impl": r["impl"], "tokens": length(r["seq_len"]), "ms": f"{r['latency_ms_p50']:.3g}",
+         "times as fast": f"{r['speedup_over_reference']:.0f}"}
+        for r in document["results"] if r["speedup_over_reference"]
+    ]  # fmt: skip
+    return tabulate(rows, headers="keys", tablefmt="github")
+
+
+def table(name: str, document: dict) -> str:
+    if "--with-fla" in COMMANDS[name]:
+        return against_peers(document)
+    return against_sequential(document) if name == "sequential" else by_length(document)
+
+
 def tables(out: Path) -> str:
     parts = []
     for name in COMMANDS:
@@ -119,7 +136,7 @@ def tables(out: Path) -> str:
         env = document["env"]
         versions = ", ".join(f"{key} {env[key]}" for key in ("torch", "triton", "device_name") if env.get(key))
         parts.append(f"### `{document['command_line']}`\n\n{document['summary'].get('shape')}; {versions}\n")
-        parts.append((against_peers if "--with-fla" in COMMANDS[name] else by_length)(document) + "\n")
+        parts.append(table(name, document) + "\n")
         bad = [r for r in document["results"] if r["status"] not in ("ok", "over budget")]
         parts += [f"- {r['model']} at {r['seq_len']}: {r['status']}: {r['reason']}\n" for r in bad]
     return "\n".join(parts)
