@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from linattn_cli.kernels.registry import PRIMITIVES
-from linattn_cli.kernels.types import DoesNotFit, Impl
+from linattn_cli.kernels.types import DoesNotFit, FallbackWarning, Impl
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -112,7 +112,7 @@ def runs_kernels(form: Callable[Parameters, Result]) -> Callable[Parameters, Res
         except DoesNotFit as error:
             if not _is_auto(options):
                 raise DoesNotFit(f"impl triton was asked for, but {error}") from error
-            warnings.warn(f"{form.__name__} runs as impl='chunk': {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{form.__name__} runs as impl='chunk': {error}", FallbackWarning, stacklevel=2)
             _fell_back.add(_place(form, given))
             return _by_chunk(form, *inputs, **options)
 

@@ -146,7 +146,9 @@ class RecordedStep(Generic[Result]):
         self._inputs = tuple(torch.empty_like(host, device=self._device) for host in hosts)
         self._feed(hosts)
         try:
-            graph, self._result = captured(partial(self._step, *self._inputs), self._device)
+            graph, result = captured(partial(self._step, *self._inputs), self._device)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise CliError(
                 f"a training step could not be recorded as a CUDA graph: {error}",
@@ -155,8 +157,8 @@ class RecordedStep(Generic[Result]):
                 kind="internal",
             ) from error
         graph.replay()  # recording runs nothing
-        self._graph = graph
-        return self._result
+        self._graph, self._result = graph, result
+        return result
 
 
 def captured(run: Callable[[], Result], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Result]:
@@ -176,6 +178,8 @@ def captured(run: Callable[[], Result], device: torch.device) -> tuple[torch.cud
         first: BaseException = error
         while first.__context__ is not None:  # the end of a broken recording hides what broke it
             first = first.__context__
+        if isinstance(first, torch.OutOfMemoryError):
+            raise first from None
         raise RuntimeError(" ".join(str(first).split())[:200]) from error
 
 

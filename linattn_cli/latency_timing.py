@@ -132,6 +132,8 @@ def record(sample: Sample, device: torch.device) -> None:
         expected = sample.output.clone()
         try:
             graph, _ = captured(eager, device)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise ValueError(f"it cannot be recorded as a CUDA graph: {error}") from error
     graph.replay()

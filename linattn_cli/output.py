@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -182,7 +183,7 @@ def command(
     """Run a command body, then print its document and leave with its exit code (`SystemExit` unless 0)."""
     doc = Document(name, "json" if json else "table", quiet, debug)
     try:
-        with _terminate_on_sigterm():
+        with _terminate_on_sigterm(), _warnings_as_lines(doc):
             doc.fmt = choose_format(fmt, json)
             yield doc
     except BrokenPipeError:
@@ -194,6 +195,24 @@ def command(
             raise
         report_exception(doc, exception)
     _finish(doc)
+
+
+@contextlib.contextmanager
+def _warnings_as_lines(doc: Document) -> Iterator[None]:
+    """What the kernels warn of as a line of ours, other people's warnings as Python shows them."""
+    shown = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> None:
+        if category.__name__ == "FallbackWarning":  # of kernels/types.py, which imports torch
+            doc.warn(str(message))
+        else:
+            shown(message, category, *place, **options)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = shown
 
 
 def report_exception(doc: Document, exception: BaseException) -> None:

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import math
+import warnings
 from enum import Enum
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from linattn_cli import output
+from linattn_cli.kernels.types import FallbackWarning
 from linattn_cli.output import CliError, Terminated, describe_error
 from linattn_cli.progress import Progress
 from linattn_cli.render import cell, column_names, jsonable, to_json
@@ -199,6 +201,17 @@ def test_out_of_memory_names_the_setting_to_lower(capsys):
 
     assert run(body) == 4
     assert "hint: lower --batch-size (now 64)" in capsys.readouterr().err
+
+
+def test_what_the_kernels_warn_of_is_a_line_also_when_quiet(capsys):
+    def body(doc):
+        warnings.warn("vla runs as impl='chunk': no room", FallbackWarning, stacklevel=1)
+        warnings.warn("somebody else's", UserWarning, stacklevel=1)
+
+    with pytest.warns(UserWarning, match="somebody else's") as others:
+        assert run(body, quiet=True) == 0
+    assert capsys.readouterr().err == "warning: vla runs as impl='chunk': no room\n"
+    assert len(others) == 1
 
 
 def test_a_failed_check_prints_its_rows_and_exits_1(capsys):
