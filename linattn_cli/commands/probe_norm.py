@@ -29,6 +29,15 @@ _PROBE = "Probe"
 
 
 def probe_norm(
+    named: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Trained runs, whose layers are measured; the same as --run.",
+            show_default=False,
+            autocompletion=completions.complete_run,
+        ),
+    ] = None,
     models: Annotated[
         str | None,
         typer.Option(
@@ -136,7 +145,7 @@ def probe_norm(
         request = Request(
             models=chosen,
             source=source,
-            runs=runs or [],
+            runs=[*(named or []), *(runs or [])],
             step=step,
             seq_len=seq_len,
             d_head=d_head,

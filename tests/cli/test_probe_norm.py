@@ -219,6 +219,7 @@ def test_a_trained_run(capsys, run):
     code, out, err = call(capsys, "--run", str(run), "--device", "cpu", "-q", "--json")
     assert code == 0, err
     found = json.loads(out)
+    assert json.loads(call(capsys, str(run), "--device", "cpu", "-q", "--json")[1])["results"] == found["results"]
     assert [(row["source"], row["layer"], row["seq_len"]) for row in found["results"]] == [
         (str(run), layer, 7) for layer in (0, 1)
     ]
@@ -295,6 +296,7 @@ def test_a_plot_is_written(capsys, tmp_path, name, magic):
         (("--impl", "chunkk"), "model.impl"),
         (("--plot", "norms.pdf"), "--plot must end in .png or .svg"),
         (("--run", "no-such-run"), "run folder no-such-run does not exist"),
+        (("no-such-run",), "run folder no-such-run does not exist"),
         (("--run", "no-such-run", "--models", "vla"), "--models does not go with --run"),
         (("--run", "no-such-run", "--heads", "2"), "--heads does not go with --run"),
         (("--step", "3"), "--step belongs to --run"),
