@@ -105,9 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             path = context.command_path if context is not None else "linattn"
             doc.command = path.removeprefix("linattn ")
             message = " ".join(error.format_message().split())
-            raise output.CliError(
-                message + _nearest_command(message, context), hint=f"{path} --help shows what it takes"
-            ) from None
+            hint = _option_of_stray_words(message, context) or f"{path} --help shows what it takes"
+            raise output.CliError(message + _nearest_command(message, context), hint=hint) from None
         except _ClickException as error:
             raise output.CliError(" ".join(error.format_message().split())) from None
         except typer.Abort:
@@ -137,6 +136,16 @@ def _nearest_command(message: str, context: Any) -> str:
     if unknown is None or context is None or "Did you mean" in message:
         return ""
     return nearest(unknown[1], context.command.list_commands(context))
+
+
+def _option_of_stray_words(message: str, context: Any) -> str | None:
+    from linattn_cli.options import option_of
+
+    stray = re.search(r"unexpected extra arguments?(?:\(s\))? \(([^)]*)\)", message)
+    if stray is None or context is None:
+        return None
+    options = {option for parameter in context.command.params for option in parameter.opts}
+    return next(filter(None, (option_of(word, options) for word in stray[1].split())), None)
 
 
 def _wants_json(words: Sequence[str]) -> bool:

@@ -132,6 +132,28 @@ def parse_arms(text: str, option: str = "--models") -> list[str]:
     return _parse_list(text, option, str)
 
 
+def option_of(stray: str, options: Iterable[str]) -> str | None:
+    """How to name a mixer or task that stands where no argument belongs: `train vla`, or `--models vla, linear`.
+
+    >>> option_of("vla,", {"--models"}), option_of("copy", {"--model", "--task"}), option_of("x", {"--model"})
+    ('name it in --models: a list has commas and no spaces', 'name it with --task copy', None)
+    """
+    from linattn_cli.kernels.registry import MIXERS, PRIMITIVES
+    from linattn_cli.tasks import TASKS
+
+    name, known = stray.strip(","), set(options)
+    for names, single, several in (
+        (MIXERS, "--model", "--models"),
+        (PRIMITIVES, "", "--models"),
+        (TASKS, "--task", ""),
+    ):
+        if name in names and several in known:
+            return f"name it in {several}: a list has commas and no spaces"
+        if name in names and single in known:
+            return f"name it with {single} {name}"
+    return None
+
+
 def _length(text: str) -> int:
     return parse_int(text, "--seq-len")
 

@@ -14,6 +14,7 @@ from linattn_cli.options import (
     FormatOption,
     JsonOption,
     QuietOption,
+    option_of,
     parse_int,
     parse_names,
     plot_option,
@@ -146,7 +147,8 @@ def latency(
 
         if action not in (None, "sweep"):
             raise output.CliError(
-                f"linattn latency takes no {action!r}", hint="linattn latency, or linattn latency sweep"
+                f"linattn latency takes no {action!r}",
+                hint=option_of(action, {"--models"}) or "linattn latency, or linattn latency sweep",
             )
         known = [*MIXERS, *PRIMITIVES]
         chosen = list(MIXERS) if models == "all" else parse_names(models or MODELS, known, "--models", own=True)

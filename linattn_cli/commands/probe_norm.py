@@ -17,6 +17,7 @@ from linattn_cli.options import (
     SetOption,
     TrustOption,
     d_head_option,
+    option_of,
     parse_arms,
     parse_ints,
     plot_option,
@@ -139,6 +140,10 @@ def probe_norm(
     with output.command("probe-norm", fmt=fmt, json=json, quiet=quiet, debug=debug) as doc:
         chosen = None if models is None else parse_arms(models)
         seed_list = [0] if seeds is None else parse_ints(seeds, "--seeds")
+
+        for path in named or []:
+            if not path.exists() and (hint := option_of(str(path), {"--models"})):
+                raise output.CliError(f"linattn probe-norm takes runs, no {str(path)!r}", hint=hint)
 
         from linattn_cli.probe_report import Request, run
 

@@ -132,6 +132,25 @@ def test_wrong_usage_is_one_line_and_exit_2(capsys, words, said):
     assert len(rest) <= 1
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("train", "vla"), "name it with --model vla"),
+        (("train", "copy"), "name it with --task copy"),
+        (("latency", "--models", "vla,", "hla2"), "name it in --models: a list has commas and no spaces"),
+        (("capacity-sweep", "--models", "vla,", "hla2"), "name it in --models: a list has commas and no spaces"),
+        (("verify-scan", "delta_scan"), "name it in --models: a list has commas and no spaces"),
+        (("probe-norm", "vla"), "name it in --models: a list has commas and no spaces"),
+        (("train", "runs"), "linattn train --help shows what it takes"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_name_where_no_argument_belongs_is_told_its_option(capsys, words, hint):
+    code, out, err = call(capsys, *words)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1] == f"hint: {hint}"
+
+
 def test_a_misspelt_and_a_duplicate_recipe_key_at_the_command_line(capsys, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("train:\n  lrr: 1e-3\n")
