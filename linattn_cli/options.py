@@ -7,7 +7,7 @@ under the plural name (`--n-pairs 4,8`, `--seq-lens 1k,128k`) as text, for `pars
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -130,6 +130,16 @@ def parse_arms(text: str, option: str = "--models") -> list[str]:
 
         return list(MIXERS)
     return _parse_list(text, option, str)
+
+
+def check_choice(option: str, value: str, choices: Sequence[str], *, hint: str = "") -> None:
+    """`CliError` where an option has another value than its choices, with the nearest of them."""
+    if value not in choices:
+        from linattn_cli.recipe import nearest
+
+        raise CliError(
+            f"{option} must be one of {', '.join(choices)}; got {value!r}{nearest(value, choices)}", hint=hint
+        )
 
 
 def option_of(stray: str, options: Iterable[str]) -> str | None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from linattn_cli.capacity import parse_arm
-from linattn_cli.commands.probe_norm import SOURCES
 from linattn_cli.config import load_run_config
 from linattn_cli.kernels.registry import MIXERS
 from linattn_cli.output import CliError, Document
@@ -16,7 +15,7 @@ from linattn_cli.runs import RECIPE, require_run
 from linattn_cli.settings import RunConfig
 
 SEQ_LEN = 1000
-OPERATOR, MODEL = SOURCES
+OPERATOR, MODEL = "operator", "model"
 
 MATRIX_ERROR = 1e-9
 KRYLOV_RESIDUAL = 1e-4
@@ -88,13 +87,6 @@ def _check(request: Request) -> None:
         from linattn_cli.plotting import check_plot_path
 
         check_plot_path(request.plot)
-    if request.source is not None and request.source not in SOURCES:
-        from linattn_cli.recipe import nearest
-
-        raise CliError(
-            f"--source must be {' or '.join(SOURCES)}; got {request.source!r}{nearest(request.source, SOURCES)}",
-            hint="a trained model is --run RUN",
-        )
     if request.runs:
         given = {
             "--models": request.models,

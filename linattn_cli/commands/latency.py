@@ -14,6 +14,7 @@ from linattn_cli.options import (
     FormatOption,
     JsonOption,
     QuietOption,
+    check_choice,
     option_of,
     parse_int,
     parse_names,
@@ -153,7 +154,7 @@ def latency(
         known = [*MIXERS, *PRIMITIVES]
         chosen = list(MIXERS) if models == "all" else parse_names(models or MODELS, known, "--models", own=True)
         impls = parse_names(impl or "auto", IMPLS, "--impl")
-        _check_choice("--mode", mode, MODES)
+        check_choice("--mode", mode, MODES)
         if not 0 < budget_s < float("inf"):
             raise output.CliError(f"--budget-s must be a positive number of seconds, got {budget_s:g}")
         lengths = None if seq_lens is None else parse_lengths(seq_lens)
@@ -247,10 +248,3 @@ def parse_lengths(text: str) -> list[int]:
     if twice:
         raise output.CliError(f"{option}: {twice[0]} is given twice", hint="give each value once")
     return sorted(lengths)
-
-
-def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        from linattn_cli.recipe import nearest
-
-        raise output.CliError(f"{option} must be one of {', '.join(choices)}; got {value!r}{nearest(value, choices)}")

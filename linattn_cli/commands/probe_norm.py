@@ -16,6 +16,7 @@ from linattn_cli.options import (
     QuietOption,
     SetOption,
     TrustOption,
+    check_choice,
     d_head_option,
     option_of,
     parse_arms,
@@ -141,6 +142,8 @@ def probe_norm(
         chosen = None if models is None else parse_arms(models)
         seed_list = [0] if seeds is None else parse_ints(seeds, "--seeds")
 
+        if source is not None:
+            check_choice("--source", source, SOURCES, hint="a trained model is named as an argument: its run folder")
         for path in named or []:
             if not path.exists() and (hint := option_of(str(path), {"--models"})):
                 raise output.CliError(f"linattn probe-norm takes runs, no {str(path)!r}", hint=hint)

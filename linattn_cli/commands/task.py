@@ -18,6 +18,7 @@ from linattn_cli.options import (
     SeqLenOption,
     SetOption,
     UpdatesOption,
+    check_choice,
 )
 
 task_app = typer.Typer(help="Look at a task.")
@@ -71,13 +72,9 @@ def show(
     """
     with output.command("task show", fmt=fmt, json=json, quiet=quiet, debug=debug) as doc:
         from linattn_cli.config import load_run_config
-        from linattn_cli.recipe import nearest
         from linattn_cli.tasks import make_task
 
-        if stream not in STREAMS:
-            raise output.CliError(
-                f"--stream must be one of {', '.join(STREAMS)}; got {stream!r}{nearest(stream, STREAMS)}"
-            )
+        check_choice("--stream", stream, STREAMS)
         config = load_run_config(
             sets=sets,
             overrides={

@@ -288,7 +288,7 @@ def test_a_plot_is_written(capsys, tmp_path, name, magic):
         (("--models", "vlaa"), "there is no model 'vlaa' (did you mean 'vla'?)"),
         (("--models", "vla:penlty=none"), "vla has no option 'penlty' (did you mean 'penalty'?)"),
         (("--models", "vla:seed=1"), "--models: vla:seed=1 sets a seed"),
-        (("--source", "modle"), "--source must be operator or model; got 'modle' (did you mean 'model'?)"),
+        (("--source", "modle"), "--source must be one of operator, model; got 'modle' (did you mean 'model'?)"),
         (("--seq-len", "0"), "--seq-len must be at least 1, got 0"),
         (("--d-head", "300"), "model.d_head"),
         (("--seeds", "x"), "--seeds: 'x' is not a whole number"),
