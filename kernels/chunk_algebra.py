@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 FEW_TOKENS = 4
+"""Chunks up to this length carry a state without a K x K map."""
 
 
 def carry(writes: Tensor, total: Tensor | None, initial_state: Tensor, *, reverse: bool = False) -> Tensor:

@@ -172,7 +172,7 @@ def latency(
         torch_dtype = environment.resolve_dtype(precision, place)
         if cuda_graph and not gpu:
             raise output.CliError(
-                f"--cuda-graph needs a GPU, and this is for {place}",
+                f"--cuda-graph needs a GPU; this would run on {place}",
                 hint="leave it out, or name a GPU: --device cuda",
                 exit_code=output.EXIT_DEVICE,
                 kind="device",

@@ -111,7 +111,7 @@ def test_graphs_need_a_gpu(linattn, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, _, err = linattn("latency", "--cuda-graph", "--seq-lens", "16")
     assert code == 3
-    assert "--cuda-graph needs a GPU, and this is for cpu" in err
+    assert "--cuda-graph needs a GPU; this would run on cpu" in err
 
 
 @pytest.mark.gpu
