@@ -71,6 +71,8 @@ def run(plan: Plan, doc: output.Document) -> None:
         plotting.save(plan.plot, picture(doc.config, doc.env, rows + bench.bisected, crossed))
         doc.note(f"plot saved in {plan.plot}")
     _warn_of_noise(doc)
+    if plan.setting.device.type == "cuda" and not plan.cuda_graph and launches_set_the_pace(rows):
+        doc.note("the shortest calls take as long as longer ones: Python's launches; --cuda-graph times calls without")
     _conclude(doc, rows)
 
 
@@ -107,6 +109,23 @@ def _set_columns(doc: output.Document, plan: Plan) -> None:
     columns += ["status"] if any(row["status"] != OK for row in doc.results) else []
     doc.columns = columns + (["reason"] if any(row["reason"] for row in doc.results) else [])
 
+
+def launches_set_the_pace(rows: list[Row]) -> bool:
+    """Whether most arms take about as long at the shortest length as at twice as many tokens or more."""
+    times: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for row in rows:
+        if row["model"] != SOFTMAX and row["latency_ms_p50"] is not None:
+            times.setdefault((row["model"], row["impl"]), []).append((row["seq_len"], row["latency_ms_p50"]))
+    flat = []
+    for found in times.values():
+        (tokens, shortest), *longer = sorted(found)
+        further = [ms for other, ms in longer if other >= 2 * tokens]
+        flat += [further[0] < FLAT * shortest] if further else []
+    return sum(flat) > len(flat) / 2
+
+
+FLAT = 1.2
+"""Growth over a doubling of the tokens below which the GPU waits for the host."""
 
 NOISY = 1.5
 """Spread of the 90 % over the 10 % quantile beyond which a user is told that the machine is busy."""

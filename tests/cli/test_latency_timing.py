@@ -11,6 +11,7 @@ import torch
 
 from linattn_cli import latency_timing
 from linattn_cli.kernels.registry import MIXERS
+from linattn_cli.latency import launches_set_the_pace
 from linattn_cli.latency_cases import sdpa_arm
 from linattn_cli.latency_timing import Cell, Sample, peak_bytes, record, repeat_in_turn
 
@@ -123,3 +124,22 @@ def test_every_mixer_can_be_timed_as_a_graph(linattn, mode):
     assert code == 0, err
     rows = json.loads(out)["results"]
     assert {row["model"]: row["status"] for row in rows} == dict.fromkeys(MIXERS, "ok")
+
+
+@pytest.mark.parametrize(
+    ("times", "paced"),
+    [
+        ({"vla": (0.5, 0.52), "hla2": (0.3, 0.3), "mesa": (0.6, 1.1)}, True),
+        ({"vla": (0.5, 0.9), "hla2": (0.3, 0.3), "mesa": (0.6, 1.1)}, False),
+        ({"vla": (0.5, None)}, False),
+        ({"softmax": (0.1, 0.1)}, False),
+        ({}, False),
+    ],
+)
+def test_launches_set_the_pace_where_twice_the_tokens_take_as_long(times, paced):
+    rows = [
+        {"model": model, "impl": "triton", "seq_len": tokens, "latency_ms_p50": ms}
+        for model, pair in times.items()
+        for tokens, ms in zip((1024, 2048), pair, strict=True)
+    ]
+    assert launches_set_the_pace(rows) is paced
