@@ -15,7 +15,8 @@ import argparse
 import torch
 
 from linattn_cli.kernels.registry import MIXERS, PRIMITIVES
-from linattn_cli.latency_cases import Setting, arm_of, run_through
+from linattn_cli.latency_arms import arm_of, run_through
+from linattn_cli.latency_cases import Setting
 
 TOKENS = 77
 NAMES = [name for name in (*PRIMITIVES, *MIXERS) if name != "softmax"]

@@ -17,6 +17,7 @@ from linattn_cli.runs import CHECKPOINTS, RunFolder
 if TYPE_CHECKING:
     import torch
 
+    from linattn_cli.capacity import Cell
     from linattn_cli.evaluation import Evaluation
     from linattn_cli.settings import RunConfig
 
@@ -56,6 +57,12 @@ class Outcome(TypedDict):
     metrics: list[dict[str, Any]]
     files: dict[str, bytes]
     error: dict[str, str] | None
+
+
+def job_of(cell: Cell, device: str, *, kind: str = "train", weights: bool = False) -> Work:
+    """What a worker needs to run a cell."""
+    config = cell.config.model_dump(mode="json", exclude={"sweep"})
+    return {"kind": kind, "config": config, "device": device, "threads": cell.threads, "weights": weights}
 
 
 def crashed(message: str) -> Outcome:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from linattn_cli.capacity import Cell
-from linattn_cli.capacity_run import job_of
+from linattn_cli.capacity_cell import job_of
 from linattn_cli.capacity_workers import Pool
 from linattn_cli.output import CliError
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from linattn_cli import capacity_report as report
 from linattn_cli.capacity import IMMATERIAL, Cell, cells_of
-from linattn_cli.capacity_cell import Outcome, Work
+from linattn_cli.capacity_cell import Outcome, job_of
 from linattn_cli.capacity_store import LOG, RECIPE, SweepFolder, resume_command
 from linattn_cli.capacity_workers import LocalPool, Pool
 from linattn_cli.config import load_run_config
@@ -289,12 +289,6 @@ def run_cells(
                 again.append(cell)
             else:
                 yield cell, outcome, attempt
-
-
-def job_of(cell: Cell, device: str, *, kind: str = "train", weights: bool = False) -> Work:
-    """What a worker needs to run a cell."""
-    config = cell.config.model_dump(mode="json", exclude={"sweep"})
-    return {"kind": kind, "config": config, "device": device, "threads": cell.threads, "weights": weights}
 
 
 def _report(folder: SweepFolder, config: RunConfig, doc: Document, request: Request) -> None:

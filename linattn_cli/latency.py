@@ -9,8 +9,9 @@ import torch
 from linattn_cli import output
 from linattn_cli.compare import name_of
 from linattn_cli.crossover import Crossover, sentence
+from linattn_cli.latency_arms import arms
 from linattn_cli.latency_bench import FAILED, NO_MEMORY, OK, Bench, Plan, Row
-from linattn_cli.latency_cases import SOFTMAX, Arm, Setting, arms
+from linattn_cli.latency_cases import SOFTMAX, Arm, Setting
 from linattn_cli.latency_peers import PEERS, peer_arms
 from linattn_cli.latency_timing import quantile
 from linattn_cli.roofline import measure_roof

@@ -22,9 +22,8 @@ from linattn_cli.kernels.forms.features import unit
 from linattn_cli.kernels.forms.softmax import SoftmaxState, softmax_serial
 from linattn_cli.kernels.linear.api import linear_scan
 from linattn_cli.kernels.penalty.api import penalty_gain
-from linattn_cli.kernels.registry import MIXERS, PRIMITIVES, Mixer
+from linattn_cli.kernels.registry import PRIMITIVES, Mixer
 from linattn_cli.kernels.types import state_dtype
-from linattn_cli.own_mixer import is_own
 from linattn_cli.verify_mixers import form_of
 
 Tensors = Mapping[str, Tensor]
@@ -124,39 +123,6 @@ def _random(kind: Callable[..., Tensor], name: str, setting: Setting, tokens: in
             dtype = state_dtype(setting.dtype)
             parts.append(kind(shape, generator=generator, device=setting.device, dtype=dtype))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))[:, :tokens].contiguous()
-
-
-def arms(models: list[str], impls: list[str], setting: Setting) -> list[Arm]:
-    """The arms of models times implementations; softmax, which has one form only, is there once and first."""
-    found = [sdpa_arm()]
-    for model in models:
-        if model == SOFTMAX:
-            continue
-        for impl in impls:
-            arm = arm_of(model, impl, setting)
-            if arm.key not in [other.key for other in found]:
-                found.append(arm)
-    return found
-
-
-def arm_of(model: str, impl: str, setting: Setting) -> Arm:
-    """The arm of one mixer, one of the user's own or a primitive."""
-    if is_own(model):
-        from linattn_cli.latency_own import own_arm
-
-        return own_arm(model, impl, setting)
-    return primitive_arm(model, impl, setting) if model in PRIMITIVES else mixer_arm(MIXERS[model], impl, setting)
-
-
-def run_through(arm: Arm, setting: Setting, tokens: int) -> None:
-    """A forward, a backward and one decoding step, for those who watch what the kernels do."""
-    tensors = draw(arm.names, setting, tokens + 1)
-    before = {name: x[:, :tokens].contiguous() for name, x in tensors.items()}
-    leaves = {name: x.clone().requires_grad_() for name, x in before.items()}
-    o, _ = arm.call(leaves, None)
-    torch.autograd.grad(o, list(leaves.values()), torch.ones_like(o), allow_unused=True)
-    with torch.no_grad():
-        arm.call({name: x[:, tokens:].contiguous() for name, x in tensors.items()}, arm.prefill(before))
 
 
 def resolved(impl: str, setting: Setting) -> str:

@@ -214,7 +214,7 @@ def _fill_latency(section: Section, document: Mapping[str, Any]) -> None:
 
 def _fill_verify(section: Section, document: Mapping[str, Any]) -> None:
     from linattn_cli.verify_plot import picture
-    from linattn_cli.verify_report import worst_rows
+    from linattn_cli.verify_rows import worst_rows
 
     rows, summary = document["results"], document["summary"]
     printed = [row for row in rows if row["form"] in ("as printed", "corrected")]

@@ -9,7 +9,7 @@ from typing import Any
 from linattn_cli import plotting
 from linattn_cli.own_mixer import short_name
 from linattn_cli.plotting import FAULT, Panel, Picture
-from linattn_cli.verify_report import share
+from linattn_cli.verify_rows import share
 
 Row = dict[str, Any]
 

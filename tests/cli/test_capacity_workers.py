@@ -14,8 +14,8 @@ import torch
 
 from linattn_cli import capacity_run, experiment
 from linattn_cli.capacity import cells_of
-from linattn_cli.capacity_cell import crashed, work
-from linattn_cli.capacity_run import Request, choose_streams, default_workers, job_of, make_pool, run_cells
+from linattn_cli.capacity_cell import crashed, job_of, work
+from linattn_cli.capacity_run import Request, choose_streams, default_workers, make_pool, run_cells
 from linattn_cli.capacity_workers import LocalPool
 from linattn_cli.config import load_run_config
 from linattn_cli.output import CliError

@@ -17,7 +17,8 @@ from linattn_cli.commands.latency import parse_lengths
 from linattn_cli.kernels import dispatch
 from linattn_cli.kernels.delta.chunk import delta_scan_chunk
 from linattn_cli.kernels.registry import MIXERS, PRIMITIVES
-from linattn_cli.latency_cases import DECODED, PREFIX, Setting, arms, draw, sdpa_arm
+from linattn_cli.latency_arms import arms
+from linattn_cli.latency_cases import DECODED, PREFIX, Setting, draw, sdpa_arm
 from linattn_cli.latency_gate import Gate
 from linattn_cli.latency_timing import prepare
 

@@ -72,7 +72,8 @@ def count_launches(mixer: str) -> int:
     import torch
     from triton.compiler import CompiledKernel
 
-    from linattn_cli.latency_cases import Setting, arm_of, run_through
+    from linattn_cli.latency_arms import arm_of, run_through
+    from linattn_cli.latency_cases import Setting
 
     launched = 0
     runner = CompiledKernel.__getitem__

@@ -107,8 +107,7 @@ def test_it_trains(name, tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in recipe_names() if load_run_config(name).sweep is not None])
 def test_every_cell_of_a_sweep_is_possible_and_the_first_of_each_model_trains(name):
-    from linattn_cli.capacity_cell import work
-    from linattn_cli.capacity_run import job_of
+    from linattn_cli.capacity_cell import job_of, work
 
     cells = cells_of(load_run_config(name, overrides={"train.steps": 1, "train.batch_size": 2}))
     first = {cell.arm: cell for cell in reversed(cells)}
