@@ -176,6 +176,7 @@ def mixer_arm(mixer: Mixer, impl: str, setting: Setting) -> Arm:
 def optional_tensors(mixer: Mixer) -> list[str]:
     """The tensors beyond q, k and v that a form takes under its default options.
 
+    >>> from linattn_cli.kernels.registry import MIXERS
     >>> optional_tensors(MIXERS["decay_delta"]), optional_tensors(MIXERS["vla"])
     (['log_decay'], ['u'])
     """
