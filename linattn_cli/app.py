@@ -139,7 +139,7 @@ def _nearest_command(message: str, context: Any) -> str:
 
 
 def _option_of_stray_words(message: str, context: Any) -> str | None:
-    from linattn_cli.options import option_of
+    from linattn_cli.parsing import option_of
 
     stray = re.search(r"unexpected extra arguments?(?:\(s\))? \(([^)]*)\)", message)
     if stray is None or context is None:

@@ -99,10 +99,9 @@ def resolve_dtype(name: str, device: torch.device | None = None) -> torch.dtype:
     """
     import torch
 
-    if name not in DTYPES:
-        from linattn_cli.recipe import nearest
+    from linattn_cli.parsing import check_choice
 
-        raise CliError(f"the dtype must be one of {', '.join(DTYPES)}; got {name!r}{nearest(name, DTYPES)}")
+    check_choice("the dtype", name, DTYPES)
     if name == "bfloat16" and device is not None and device.type == "cuda":
         with torch.cuda.device(device):
             if not torch.cuda.is_bf16_supported(including_emulation=False):

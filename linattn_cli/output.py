@@ -167,10 +167,10 @@ def choose_format(fmt: str | None, json: bool) -> str:
     >>> choose_format(None, False), choose_format(None, True), choose_format("csv", False)
     ('table', 'json', 'csv')
     """
-    if fmt is not None and fmt not in FORMATS:
-        from linattn_cli.recipe import nearest
+    if fmt is not None:
+        from linattn_cli.parsing import check_choice
 
-        raise CliError(f"--format must be one of {', '.join(FORMATS)}; got {fmt!r}{nearest(fmt, FORMATS)}")
+        check_choice("--format", fmt, FORMATS)
     if json and fmt not in (None, "json"):
         raise CliError(f"--json and --format {fmt} contradict each other", hint="give one of the two")
     return "json" if json else fmt or "table"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from linattn_cli import output
-from linattn_cli.options import parse_names
 from linattn_cli.output import EXIT_DEVICE, CliError, Document
+from linattn_cli.parsing import parse_names
 from linattn_cli.verify_rows import COLUMNS, by_reason, describe, share, worst_rows
 
 INTERPRETED_LENGTH, QUICK_LENGTH, FULL_LENGTH = 19, 37, 97

@@ -30,11 +30,9 @@ from linattn_cli.options import (
     TaskOption,
     TrustOption,
     UpdatesOption,
-    parse_arms,
-    parse_floats,
-    parse_ints,
     plot_option,
 )
+from linattn_cli.parsing import parse_arms, parse_floats, parse_ints
 
 
 def capacity_sweep(

@@ -20,12 +20,12 @@ from linattn_cli.options import (
     device_option,
     dtype_option,
     impl_option,
-    parse_ints,
     plot_option,
     require_option,
     seed_option,
     updates_option,
 )
+from linattn_cli.parsing import parse_ints
 
 
 def evaluate(

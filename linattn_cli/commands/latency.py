@@ -14,12 +14,9 @@ from linattn_cli.options import (
     FormatOption,
     JsonOption,
     QuietOption,
-    check_choice,
-    option_of,
-    parse_int,
-    parse_names,
     plot_option,
 )
+from linattn_cli.parsing import check_choice, option_of, parse_int, parse_names
 
 MODES = ("forward", "train", "decode")
 IMPLS = ("auto", "reference", "scan", "chunk", "triton")

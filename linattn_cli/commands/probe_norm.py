@@ -16,14 +16,11 @@ from linattn_cli.options import (
     QuietOption,
     SetOption,
     TrustOption,
-    check_choice,
     d_head_option,
-    option_of,
-    parse_arms,
-    parse_ints,
     plot_option,
     seq_len_option,
 )
+from linattn_cli.parsing import check_choice, option_of, parse_arms, parse_ints
 
 SOURCES = ("operator", "model")
 

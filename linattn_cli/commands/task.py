@@ -18,8 +18,8 @@ from linattn_cli.options import (
     SeqLenOption,
     SetOption,
     UpdatesOption,
-    check_choice,
 )
+from linattn_cli.parsing import check_choice
 
 task_app = typer.Typer(help="Look at a task.")
 

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from linattn_cli import __version__
 from linattn_cli.app import app, main
 from linattn_cli.kernels.registry import MIXERS, PRIMITIVES
-from linattn_cli.options import parse_floats, parse_int, parse_ints, parse_names
 from linattn_cli.output import CliError
+from linattn_cli.parsing import parse_floats, parse_int, parse_ints, parse_names
 from linattn_cli.recipe import recipe_names
 from linattn_cli.tasks import TASKS
 
