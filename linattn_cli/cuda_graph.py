@@ -147,9 +147,7 @@ class RecordedStep(Generic[Result]):
         self._feed(hosts)
         try:
             graph, result = captured(partial(self._step, *self._inputs), self._device)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
+        except CannotRecord as error:
             raise CliError(
                 f"a training step could not be recorded as a CUDA graph: {error}",
                 hint="train without: --set train.cuda_graph=false",
@@ -161,10 +159,14 @@ class RecordedStep(Generic[Result]):
         return result
 
 
+class CannotRecord(RuntimeError):
+    """What runs asks the host for something, or does something else that a CUDA graph cannot hold."""
+
+
 def captured(run: Callable[[], Result], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Result]:
     """`run()` recorded as a CUDA graph, and what it returned, which only a replay fills.
 
-    `run` has run before, so that all is compiled and allocated. RuntimeError says what cannot be recorded.
+    `run` has run before, so that all is compiled and allocated. `CannotRecord` says what a graph cannot hold.
     """
     graph = torch.cuda.CUDAGraph()
     # A thread records on its own stream: cuBLAS keeps a workspace for each stream, which graphs recorded on
@@ -180,7 +182,7 @@ def captured(run: Callable[[], Result], device: torch.device) -> tuple[torch.cud
             first = first.__context__
         if isinstance(first, torch.OutOfMemoryError):
             raise first from None
-        raise RuntimeError(" ".join(str(first).split())[:200]) from error
+        raise CannotRecord(" ".join(str(first).split())[:200]) from error
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from linattn_cli.compare import Comparison, budget, compare
-from linattn_cli.cuda_graph import captured
+from linattn_cli.cuda_graph import CannotRecord, captured
 from linattn_cli.kernels.types import state_bytes
 from linattn_cli.latency_cases import DECODED, Arm, Setting
 from linattn_cli.roofline import synchronize
@@ -132,9 +132,7 @@ def record(sample: Sample, device: torch.device) -> None:
         expected = sample.output.clone()
         try:
             graph, _ = captured(eager, device)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
+        except CannotRecord as error:
             raise ValueError(f"it cannot be recorded as a CUDA graph: {error}") from error
     graph.replay()
     found = compare(sample.output, expected.double(), dtype=expected.dtype)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from linattn_cli.cuda_graph import EAGER_STEPS, RecordedStep, captured
+from linattn_cli.cuda_graph import EAGER_STEPS, CannotRecord, RecordedStep, captured
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def test_what_broke_a_recording_is_named_and_not_its_end():
     def run() -> None:
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
-    with pytest.raises(RuntimeError, match=r"^operation not permitted when stream is capturing$"):
+    with pytest.raises(CannotRecord, match=r"^operation not permitted when stream is capturing$"):
         captured(run, CPU)
 
 

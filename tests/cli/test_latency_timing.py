@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from linattn_cli import latency_timing
+from linattn_cli.cuda_graph import CannotRecord
 from linattn_cli.kernels.registry import MIXERS
 from linattn_cli.latency import launches_set_the_pace
 from linattn_cli.latency_cases import sdpa_arm
@@ -100,7 +101,7 @@ def test_a_replay_that_gives_other_numbers_is_a_failure(monkeypatch):
 
 def test_what_cannot_be_recorded_is_not_run(monkeypatch):
     def refused(run, device):
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise CannotRecord("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(latency_timing, "captured", refused)
     sample = Sample(lambda: setattr(sample, "output", torch.ones(3)), 1, [], sdpa_arm().context, lambda: None)
