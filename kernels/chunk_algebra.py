@@ -52,41 +52,27 @@ def advance_states(
     there, and a map would round the whole state once more for every few tokens.
     """
     chunks, batch, heads, key_dim, size = writing.shape
+    states = residual.new_empty(chunks + 1, batch, heads, key_dim, residual.shape[-1])
+    boundaries = _boundaries(states.flatten(1, 2), initial_state.flatten(0, 1), reverse)
     if size <= FEW_TOKENS:
-        return _advance_without_maps(initial_state, total, writing, residual, reading, sign, extra, reverse)
+        writing, residual, reading = (x.flatten(1, 2) for x in (writing, residual, reading))
+        for n, before, after in boundaries:
+            kept = before if total is None else before * total[n].flatten()[:, None, None]
+            values = torch.baddbmm(residual[n], reading[n], before, alpha=sign)
+            torch.baddbmm(kept, writing[n], values, out=after)
+            if extra is not None:
+                after += extra[n].flatten(0, 1)
+        return states
     keep = torch.eye(key_dim, dtype=writing.dtype, device=writing.device).expand(chunks, batch, heads, -1, -1)
     if total is not None:
         keep = keep * total[..., None, None]
     maps = list(add_product(keep, writing, reading, sign=sign).flatten(1, 2))
-    states = residual.new_empty(chunks + 1, batch, heads, key_dim, residual.shape[-1])
     written = states[:-1] if reverse else states[1:]
     torch.bmm(writing.flatten(0, 2), residual.flatten(0, 2), out=written.flatten(0, 2))
     if extra is not None:
         written += extra
-    for n, before, after in _boundaries(states.flatten(1, 2), initial_state.flatten(0, 1), reverse):
+    for n, before, after in boundaries:
         after.baddbmm_(maps[n], before)
-    return states
-
-
-def _advance_without_maps(
-    initial_state: Tensor,
-    total: Tensor | None,
-    writing: Tensor,
-    residual: Tensor,
-    reading: Tensor,
-    sign: int,
-    extra: Tensor | None,
-    reverse: bool,
-) -> Tensor:
-    chunks, batch, heads, key_dim, _ = writing.shape
-    states = residual.new_empty(chunks + 1, batch, heads, key_dim, residual.shape[-1])
-    writing, residual, reading = (x.flatten(1, 2) for x in (writing, residual, reading))
-    for n, before, after in _boundaries(states.flatten(1, 2), initial_state.flatten(0, 1), reverse):
-        kept = before if total is None else before * total[n].flatten()[:, None, None]
-        written = torch.baddbmm(residual[n], reading[n], before, alpha=sign)
-        torch.baddbmm(kept, writing[n], written, out=after)
-        if extra is not None:
-            after += extra[n].flatten(0, 1)
     return states
 
 
