@@ -14,8 +14,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from linattn_cli.kernels.faults import DoesNotFit, FallbackWarning
 from linattn_cli.kernels.registry import PRIMITIVES
-from linattn_cli.kernels.types import DoesNotFit, FallbackWarning, Impl
+from linattn_cli.kernels.types import Impl
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

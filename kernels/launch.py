@@ -19,8 +19,8 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import MockTensor
 
 from linattn_cli.kernels.dispatch import triton_interpreted
+from linattn_cli.kernels.faults import DoesNotFit
 from linattn_cli.kernels.loading import alone, load, prepare
-from linattn_cli.kernels.types import DoesNotFit
 
 INTERPRETED = triton_interpreted()
 

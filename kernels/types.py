@@ -20,14 +20,6 @@ import torch
 from torch import Tensor
 
 
-class DoesNotFit(ValueError):
-    """A kernel needs more of something than the GPU has, mostly shared memory; a plain form needs none of it."""
-
-
-class FallbackWarning(RuntimeWarning):
-    """`auto` computes by another implementation than it chose first."""
-
-
 class Impl(str, Enum):
     """How an operator is computed; `auto` is triton on a supported GPU, else chunk."""
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from linattn_cli import __version__
+from linattn_cli.kernels.faults import DoesNotFit, FallbackWarning
 
 SCHEMA_VERSION = 1
 FORMATS = ("table", "json", "csv", "markdown")
@@ -203,7 +204,7 @@ def _warnings_as_lines(doc: Document) -> Iterator[None]:
     shown = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> None:
-        if category.__name__ == "FallbackWarning":  # of kernels/types.py, which imports torch
+        if issubclass(category, FallbackWarning):
             doc.warn(str(message))
         else:
             shown(message, category, *place, **options)
@@ -254,7 +255,7 @@ def describe_error(exception: BaseException, *, memory_hint: str = MEMORY_HINT) 
         return _describe_os_error(exception, text)
     if _is_missing_device(text):
         return Failure(EXIT_DEVICE, "device", text.split(". ")[0], "use --device cpu")
-    if type(exception).__name__ == "DoesNotFit":  # of kernels/types.py, which imports torch
+    if isinstance(exception, DoesNotFit):
         return Failure(EXIT_DEVICE, "device", text, "use --impl chunk, or --impl auto")
     if isinstance(exception, ValueError):
         return Failure(EXIT_USAGE, "value", text or type(exception).__name__)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from linattn_cli.compare import Budget, Comparison, Scale, budget, compare, name_of
 from linattn_cli.kernels import dispatch
-from linattn_cli.kernels.types import DoesNotFit, state_dtype
+from linattn_cli.kernels.faults import DoesNotFit
+from linattn_cli.kernels.types import state_dtype
 from linattn_cli.verify_cases import Case, Inputs, Sizes
 from linattn_cli.verify_forms import CHUNK, SERIAL, STATE_PRECISION, Form, Run, draw, execute, input_dtype
 

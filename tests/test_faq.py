@@ -20,7 +20,7 @@ import torch
 from linattn_cli import checkpoints
 from linattn_cli.app import main
 from linattn_cli.kernels import dispatch
-from linattn_cli.kernels.types import DoesNotFit
+from linattn_cli.kernels.faults import DoesNotFit
 from linattn_cli.layers import VLA
 from linattn_cli.runs import RunFolder
 

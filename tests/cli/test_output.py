@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from linattn_cli import output
-from linattn_cli.kernels.types import FallbackWarning
+from linattn_cli.kernels.faults import FallbackWarning
 from linattn_cli.output import CliError, Terminated, describe_error
 from linattn_cli.progress import Progress
 from linattn_cli.render import cell, column_names, jsonable, to_json

@@ -15,9 +15,10 @@ from linattn_cli import brute_force
 from linattn_cli import verify as verify_module
 from linattn_cli.app import main
 from linattn_cli.kernels import dispatch
+from linattn_cli.kernels.faults import DoesNotFit
 from linattn_cli.kernels.monoids import stream
 from linattn_cli.kernels.registry import MIXERS, PRIMITIVES
-from linattn_cli.kernels.types import DoesNotFit, PenaltyState
+from linattn_cli.kernels.types import PenaltyState
 from linattn_cli.verify import verify
 from linattn_cli.verify_bugs import BUGS, planted
 from linattn_cli.verify_cases import Sizes, primitive_cases

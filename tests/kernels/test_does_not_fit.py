@@ -14,7 +14,7 @@ import torch
 
 from linattn_cli.cuda_graph import EAGER_STEPS, RecordedStep
 from linattn_cli.kernels import dispatch
-from linattn_cli.kernels.types import DoesNotFit
+from linattn_cli.kernels.faults import DoesNotFit
 from linattn_cli.output import describe_error
 from tests.kernels.on_triton import kernels_imported
 from tests.kernels.recorded_kernels import Kernel, doubled, launches, side_by_side
